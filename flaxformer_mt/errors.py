@@ -43,12 +43,3 @@ def unusable(error: OSError) -> UserError:
     """Returns the `UserError` for a file that the operating system cannot use, which it names."""
     reason = error.strerror or str(error)
     return UserError(reason if error.filename is None else f"{error.filename}: {reason}")
-
-
-@contextlib.contextmanager
-def error_prefix(prefix: str) -> Iterator[None]:
-    """Prefixes the messages of `UserError`s: "{prefix}: {message}"."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"{prefix}: {error}") from error

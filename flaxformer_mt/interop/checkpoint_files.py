@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import safetensors.numpy
 
-from flaxformer_mt.errors import UserError, error_prefix
+from flaxformer_mt.errors import UserError, prefixed
 from flaxformer_mt.interop import torch_files
 from flaxformer_mt.runs import atomic
 from flaxformer_mt.runs.parameter_file import first_bytes, read_safetensors
@@ -154,7 +154,7 @@ def read_widened(paths: Sequence[Path]) -> tuple[dict[str, np.ndarray], str]:
     tensors: dict[str, np.ndarray] = {}
     dtypes: collections.Counter[str] = collections.Counter()
     for path in paths:
-        with error_prefix(str(path)):
+        with prefixed(f"{path}: "):
             content = _read_file(path)
             if not isinstance(content, Mapping):
                 raise UserError(f"a {type(content).__name__}, not a state dict")

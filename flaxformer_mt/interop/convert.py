@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flaxformer_mt import interop
-from flaxformer_mt.errors import UserError, error_prefix
+from flaxformer_mt.errors import UserError, prefixed
 from flaxformer_mt.interop import FAMILIES
 from flaxformer_mt.interop.adaptation import adapt_training
 from flaxformer_mt.interop.checkpoint_files import TORCH_SUFFIXES
@@ -107,7 +107,7 @@ def convert(
     write: BundleWriter = _function(WRITERS[target_family], "write")
     options = {"family": target_family} if target_family in HUB_FAMILIES else {}
     options |= {} if quantization is None else {"quantization": quantization}
-    with error_prefix(f"{source} cannot be converted to {target_family}"):
+    with prefixed(f"{source} cannot be converted to {target_family}: "):
         return notes + write(bundle, target, accepted, **options)
 
 
@@ -138,7 +138,7 @@ def _convert_to_file(
         state, origin = own_format.read(source, overrides)
     else:
         state, origin = _training_state(source_family, source, overrides), source_family
-    with error_prefix(f"{source} cannot be converted to {target_family}"):
+    with prefixed(f"{source} cannot be converted to {target_family}: "):
         return notes + _write_file(state, origin, target_family, target, accepted)
 
 

@@ -1,8 +1,6 @@
 """What a run takes from trained models: initial parameters, their vocabulary, a teacher."""
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ from jax.sharding import Mesh
 from flaxformer_mt.config import ExperimentConfig, TransformerConfig
 from flaxformer_mt.config.fields import FieldRole, names_with
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
-from flaxformer_mt.errors import UserError
+from flaxformer_mt.errors import UserError, prefixed
 from flaxformer_mt.input_files import open_regular
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.runs import parameter_file
@@ -60,7 +58,7 @@ def load_teacher(folder: str, tokenizers: Tokenizers) -> tuple[Transformer | Non
     """Loads the model of `train.teacher`, if any, and its best parameters onto the host."""
     if not folder:
         return None, None
-    with _naming(f"train.teacher={folder}"):
+    with prefixed(f"train.teacher={folder}: "):
         run = load_run(folder)
     advice = f": train the student with --data.tokenizer-path={folder}"
     _check_same(run.tokenizers, tokenizers, f"train.teacher={folder}", advice)
@@ -92,7 +90,7 @@ def require_parameters(init_from: str, model: TransformerConfig) -> None:
             "`flaxformer-mt convert` wrote"
         ) from error
     if is_folder:
-        with _naming(f"train.init_from={init_from}"):
+        with prefixed(f"train.init_from={init_from}: "):
             _check_fields(read_config(init_from).model, model)
 
 
@@ -109,7 +107,7 @@ def load_parameters(init_from: str, model: TransformerConfig, template: Params) 
       UserError: the parameters cannot be read, or belong to another model.
     """
     path = Path(init_from)
-    with _naming(f"train.init_from={init_from}"):
+    with prefixed(f"train.init_from={init_from}: "):
         if path.is_dir():
             config = read_config(path).model
             arrays = flatten_dict(restore_params(path, "best")[1], sep="/")
@@ -131,14 +129,6 @@ def start_from(state: TrainState, params: Params, mesh: Mesh, rules: Rules = ())
     # Placed twice: a step donates its arguments, so the average needs its own arrays.
     average = None if state.ema is None else place(params, mesh, rules)
     return dataclasses.replace(state, params=place(params, mesh, rules), ema=average)
-
-
-@contextlib.contextmanager
-def _naming(option: str) -> Iterator[None]:
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"{option}: {error}") from error
 
 
 def _check_fields(theirs: TransformerConfig, ours: TransformerConfig) -> None:

@@ -161,14 +161,12 @@ class Division:
         passes = PairFilter(filters, corpus, self.has_inputs).keep
         gives = any(number in numbers for numbers, *_ in self.quotas)
         is_filtered = gives and self.config.filter_held_out
-        place = itertools.repeat("")  # What is dropped here is not reported.
+        nowhere = itertools.repeat("")  # What is dropped here is not reported.
         chunks = [np.empty(0, _LINE)]
         for sources, targets in in_chunks(corpus.stream()):
             lines = np.empty(len(sources), _LINE)
             lines["source"], lines["target"] = hashed(sources), hashed(targets)
-            lines["passes"] = not is_filtered or [
-                *map(passes, itertools.islice(place, len(sources)), sources, targets)
-            ]
+            lines["passes"] = not is_filtered or [*map(passes, nowhere, sources, targets)]
             chunks.append(lines)
         return np.concatenate(chunks)
 

@@ -27,7 +27,7 @@ from flaxformer_mt.data.tokenizers.marian_tokenizer import CLEANED, MarianTokeni
 from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer
 from flaxformer_mt.decoding.search.options import forbidden_token_ids
-from flaxformer_mt.errors import UserError, error_prefix
+from flaxformer_mt.errors import UserError, prefixed
 from flaxformer_mt.interop.formats import marian_files
 from flaxformer_mt.interop.formats.bundle import ModelBundle
 from flaxformer_mt.interop.weight_maps.mapping import by_path, model_params
@@ -101,7 +101,7 @@ def read(
     if overrides:
         raise UserError(f"{folder} contains {next(iter(overrides))}: fields cannot be overridden")
     config, tokenizers = read_config(folder / RECIPE), read_tokenizers(folder / RECIPE)
-    with error_prefix(str(folder / PARAMETERS)):
+    with prefixed(f"{folder / PARAMETERS}: "):
         arrays = marian_files.read_npz(folder / PARAMETERS)
         check_params(config.model, arrays)
     params = unflatten_dict(arrays, sep="/")

@@ -24,7 +24,7 @@ import numpy as np
 import yaml
 from numpy.lib import format as npy
 
-from flaxformer_mt.errors import UserError, error_prefix
+from flaxformer_mt.errors import UserError, prefixed
 from flaxformer_mt.input_files import open_regular
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
 from flaxformer_mt.runs import atomic
@@ -117,7 +117,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _parse(options: bytes) -> dict[str, Any]:
-    with error_prefix(f"damaged: its options ({OPTIONS}) cannot be read"):
+    with prefixed(f"damaged: its options ({OPTIONS}) cannot be read: "):
         parsed = parse_yaml(options.rstrip(b"\0"))
     if not isinstance(parsed, dict):
         raise UserError(f"damaged: its options ({OPTIONS}) are not a mapping")

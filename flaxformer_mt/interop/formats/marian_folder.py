@@ -15,7 +15,7 @@ import yaml
 from flaxformer_mt.config import DataConfig, TransformerConfig
 from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers
-from flaxformer_mt.errors import UserError, error_prefix
+from flaxformer_mt.errors import UserError, prefixed
 from flaxformer_mt.input_files import MAX_MODEL_BYTES, read_bytes
 from flaxformer_mt.interop.exports import marian_native_obstacle
 from flaxformer_mt.interop.families.marian_native import END, FAMILY, NO_TOKEN, options
@@ -62,7 +62,7 @@ def read(
         byte_fallback=False,
         target_row_length=128,
     )
-    with error_prefix(f"the decoder's options beside {files.model}"):
+    with prefixed(f"the decoder's options beside {files.model}: "):
         decode, notes = marian_search.to_decode(files.options, tokenizers.target)
     return ModelBundle(experiment(config, data, decode), params, tokenizers), notes
 
@@ -112,7 +112,7 @@ def find(path: Path) -> MarianFiles:
 
 def _read_options(path: Path) -> Mapping[str, Any] | None:
     """Returns the options of a decoder with one model; None if the file contains something else."""
-    with error_prefix(f"{path} cannot be read"):
+    with prefixed(f"{path} cannot be read: "):
         text = read_bytes(path)
         if len(text) > marian_files.MAX_YAML_BYTES:
             return None  # A vocabulary.

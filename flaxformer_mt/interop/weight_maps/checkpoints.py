@@ -12,7 +12,7 @@ from flax.traverse_util import unflatten_dict
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.config.fields import bounds_of, check_value, type_hints
-from flaxformer_mt.errors import UserError, error_prefix
+from flaxformer_mt.errors import UserError, prefixed
 from flaxformer_mt.interop import checkpoint_files, families
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint, identical
 from flaxformer_mt.interop.weight_maps import mapping, validation
@@ -99,7 +99,7 @@ def _has_names_of(family: Family, checkpoint: PublishedCheckpoint) -> bool:
 def error_context(source: Any, family: str) -> contextlib.AbstractContextManager[None]:
     """Prefixes the message of a `UserError` with the source and the family it is read as."""
     label = "the state dict" if isinstance(source, Mapping) else source
-    return error_prefix(f"{label} as {family}")
+    return prefixed(f"{label} as {family}: ")
 
 
 def from_checkpoint(
