@@ -96,7 +96,7 @@ class Checkpoints:
             _require_writable_name(self._folder)
             problem = f"{self._folder} cannot be written to:"
             with _explained(problem):
-                self._folder.mkdir(parents=True, exist_ok=True)
+                atomic.make_folder(self._folder)
                 step_folders.remove_leftovers(self._folder)
                 with atomic.workspace(self._folder):
                     pass  # Fails now rather than at the first save.
@@ -331,7 +331,7 @@ def write_params(run_folder: str | Path, step: int, params: Mapping[str, Any]) -
     """Writes the first checkpoint of a run, of parameters only, which cannot be continued."""
     folder = step_folders.folder_of(run_folder)
     _require_writable_name(folder)
-    folder.mkdir(parents=True)
+    atomic.make_folder(folder)
     _complete_all_writes()
     with atomic.workspace(folder) as workspace, contextlib.ExitStack() as stack:
         stack.callback(_wait_for_writes)

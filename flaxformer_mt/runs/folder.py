@@ -41,7 +41,7 @@ def locked(run_folder: str | Path, announce: Callable[[str], None] = print) -> I
 
     with contextlib.ExitStack() as stack:
         try:
-            run_folder.mkdir(parents=True, exist_ok=True)
+            atomic.make_folder(run_folder)
         except FileExistsError as error:
             raise UserError(f"{run_folder} is not a folder: give another --workdir") from error
         except OSError as error:
@@ -221,7 +221,7 @@ def write_run(
     held_out: collections.Counter[str] = collections.Counter()
     for corpus in corpora.get("train", ()):
         held_out.update(corpus.division() if corpus.division else {})
-    workdir.mkdir(parents=True, exist_ok=True)
+    atomic.make_folder(workdir)
     data_file.write(
         workdir,
         {
@@ -241,7 +241,7 @@ def write_run(
         elif path.exists():
             shutil.rmtree(path)
     for name, content in files.items():
-        (workdir / name).parent.mkdir(exist_ok=True)
+        atomic.make_folder((workdir / name).parent)
         atomic.write_bytes(workdir / name, content)
     atomic.write_text(workdir / layout.CONFIG, configuration.to_json(experiment))
 
