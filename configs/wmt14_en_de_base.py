@@ -13,7 +13,7 @@ Datasets, which needs TensorFlow once, to prepare it:
 A folder that `flaxformer-mt prepare` made of your own copy needs none: --data.path=FOLDER.
 
 Devices, from the compilers (benchmarks/accelerators.py): a step of 16,384 target positions needs
-3.9 GiB of one H100 (80 GiB), without any mesh; one of 8,192 per chip needs 2.9 of the 16 GiB of
+3.8 GiB of one H100 (80 GiB), without any mesh; one of 8,192 per chip needs 2.9 of the 16 GiB of
 each TPU of v5e:4x4, with parallel.fsdp=4.
 
 Source: Vaswani et al. 2017, sections 5 and 6.1, table 3, "base". Its batches hold about 25,000

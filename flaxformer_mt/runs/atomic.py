@@ -348,7 +348,8 @@ def _is_stream(path: Path) -> bool:
 def _parents(folder: Path) -> Iterator[None]:
     missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     try:
-        make_folder(folder)
+        if missing:
+            make_folder(folder)
         yield
     except BaseException:
         for parent in missing:
