@@ -332,7 +332,11 @@ def write_params(run_folder: str | Path, step: int, params: Mapping[str, Any]) -
     _require_writable_name(folder)
     atomic.make_folder(folder)
     _complete_all_writes()
-    with atomic.workspace(folder) as workspace, contextlib.ExitStack() as stack:
+    with (
+        _explained(f"{folder} cannot be written:"),
+        atomic.workspace(folder) as workspace,
+        contextlib.ExitStack() as stack,
+    ):
         stack.callback(_wait_for_writes)
         partial = workspace / str(step)
         with _own_checkpointer() as orbax:
