@@ -269,6 +269,13 @@ def test_only_one_process_trains_in_a_folder(tmp_path):
         pass
 
 
+def test_a_name_that_is_not_utf_8_is_refused_before_anything_is_made(tmp_path):
+    folder = tmp_path / os.fsdecode(b"x\xff")
+    with pytest.raises(UserError, match=r"is not UTF-8: give a folder"), locked(folder):
+        pytest.fail("it cannot be written to")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("no folder")
     with (

@@ -166,6 +166,16 @@ def require_absent(path: Path) -> None:
         raise UserError(f"{path} exists: remove it, or choose another folder for the output")
 
 
+def require_utf8(folder: Path) -> None:
+    """Raises `UserError` for a name that is not UTF-8, to which Orbax cannot write."""
+    try:
+        str(folder.absolute()).encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{str(folder)!a} is not UTF-8: give a folder with another name, or set a UTF-8 locale"
+        ) from error
+
+
 def require_writable(folder: Path) -> None:
     """Raises `UserError` unless a folder can be written to or created; writes nothing."""
     with explained(folder):

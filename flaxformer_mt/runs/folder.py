@@ -32,6 +32,7 @@ def locked(run_folder: str | Path, announce: Callable[[str], None] = print) -> I
     `UserError` if one does. On a file system without locks, `announce` is called with a warning.
     """
     run_folder = Path(run_folder)
+    atomic.require_utf8(run_folder)
 
     def refuse(owner: str) -> NoReturn:
         raise UserError(
