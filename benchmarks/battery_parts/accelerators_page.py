@@ -61,7 +61,7 @@ Training steps of 16,384 target positions on one H100 and a decoding step, with 
 columns are compiled from this repository, before and after the logits of GPUs were computed in
 chunks of 2^29 instead of 2^27:
 
-<!-- not run: takes minutes, and needs the compiler for GPUs -->
+<!-- not run: takes minutes, and needs jax[cuda13] -->
 ```sh
 python benchmarks/accelerators.py --config configs/wmt14_en_de_base.py --device h100 \\
     --target-tokens 16384 --steps training,decoding
