@@ -47,7 +47,7 @@ class MetricRows(list[dict[str, Any]]):
         return pandas.DataFrame(list(self))
 
     def _repr_html_(self) -> str:
-        from flaxformer_mt.plotting.curves_page import rows_table
+        from flaxformer_mt.plotting.curves import rows_table
 
         return rows_table(self)
 

@@ -76,7 +76,7 @@ ALLOWED = {
         "plotting.drawing",
     }
     | LEAVES,
-    "plotting": {"config", "runs"} | LEAVES,
+    "plotting": {"config", "decoding.attention_weights", "runs"} | LEAVES,
 }
 # Modules that handle whole models, with vocabulary and search options, need more than weight maps.
 WHOLE_MODELS = ALLOWED["interop"] | {

@@ -1,6 +1,5 @@
 """Parameters on their way into decoding: checked, on one device, with matrices rounded."""
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,16 +12,7 @@ from flaxformer_mt.config import TransformerConfig, with_vocabulary_sizes
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.memory_limits import LESS_ON_DEVICE, explained_exhaustion
-from flaxformer_mt.model.transformer import Transformer
-
-
-@functools.lru_cache(maxsize=64)
-def expected_shapes(config: TransformerConfig) -> Mapping[str, tuple[int, ...]]:
-    """Returns the shape of every parameter by its path, such as `encoder/final_norm/scale`."""
-    tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    variables = jax.eval_shape(Transformer(config).init, jax.random.key(0), tokens, tokens)
-    leaves = flatten_dict(variables["params"], sep="/")
-    return {path: leaf.shape for path, leaf in leaves.items()}
+from flaxformer_mt.model.functional import parameter_shapes
 
 
 def require_params(config: TransformerConfig, params: Any, name: str = "params") -> None:
@@ -34,7 +24,7 @@ def require_params(config: TransformerConfig, params: Any, name: str = "params")
         raise UserError(
             f"{name}: not a model, which is nested dicts of arrays, but {type(params).__name__}"
         )
-    expected, found = expected_shapes(config), flatten_dict(params, sep="/")
+    expected, found = parameter_shapes(config), flatten_dict(params, sep="/")
     missing = [path for path in expected if path not in found]
     if missing:
         others = f" and {len(missing) - 1} others are" if len(missing) > 1 else " is"

@@ -20,6 +20,7 @@ from flaxformer_mt.interop.weight_maps import mapping, validation
 from flaxformer_mt.interop.weight_maps.adam_state import TrainingState
 from flaxformer_mt.interop.weight_maps.family import Family, sinusoids
 from flaxformer_mt.interop.weight_maps.mapping import CARRIED
+from flaxformer_mt.model.functional import parameter_shapes
 from flaxformer_mt.model.positions import POSITION_KINDS
 from flaxformer_mt.model.transformer import ZERO_VECTOR
 
@@ -196,7 +197,7 @@ def _adding(new: ArraysByPath) -> Change:
 
 
 def _adding_zeros(config: TransformerConfig, paths: Collection[str]) -> Change:
-    shapes = mapping.parameter_shapes(config)
+    shapes = parameter_shapes(config)
     return _adding({path: np.zeros(shapes[path], config.param_dtype) for path in paths})
 
 
@@ -296,9 +297,7 @@ def _biases(conversion: Conversion, arrays: ArraysByPath) -> Iterator[Adaptation
 
     A key bias adds the same number to all scores of a query, which has no effect on the softmax.
     """
-    wanted = {
-        path for path in mapping.parameter_shapes(conversion.theirs) if _is_switched_bias(path)
-    }
+    wanted = {path for path in parameter_shapes(conversion.theirs) if _is_switched_bias(path)}
     present = {path for path in arrays if _is_switched_bias(path)}
     for name in BIAS_SWITCHES:
         missing = [path for path in sorted(wanted - present) if _switch_of(path) == name]

@@ -3,11 +3,15 @@
 Examples assume `import flaxformer_mt as fmt`, `import jax` and `import jax.numpy as jnp`.
 """
 
+import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax.traverse_util import flatten_dict
 from jax import Array
 from jaxtyping import Float, Int
 
@@ -38,6 +42,42 @@ def init(config: TransformerConfig | nn.Module, key: Array) -> dict[str, Any]:
     tokens = jnp.zeros((1, 1), jnp.int32)  # No parameter depends on their shape.
     source = tokens if module.config.has_inputs else None
     return module.init(key, source, tokens)["params"]
+
+
+@functools.lru_cache(maxsize=64)
+def parameter_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of every parameter of the model, by path.
+
+    With vocabularies of size 0 these are the parameters of the stacks alone.
+    """
+    # Layers are alike, dtypes do not matter, and sinusoids, which may be many, are not parameters;
+    # but the model needs some vocabulary to initialize.
+    model = dataclasses.replace(
+        config,
+        source_vocab_size=max(config.source_vocab_size, 1),
+        target_vocab_size=max(config.target_vocab_size, 1),
+        num_encoder_layers=1,
+        num_decoder_layers=1,
+        max_length=config.max_length if config.position_kind == "learned" else 1,
+        dtype="float32",
+        param_dtype="float32",
+    )
+    params = jax.eval_shape(lambda: init(model, jax.random.key(0)))
+    counts = {
+        ("source_embedding", "embedding"): config.source_vocab_size,
+        ("target_embedding", "embedding"): config.target_vocab_size,
+        ("output", "kernel"): config.target_vocab_size,
+        ("output", "bias"): config.target_vocab_size,
+        ("encoder", "layers"): config.num_encoder_layers,
+        ("decoder", "layers"): config.num_decoder_layers,
+    }
+    shapes = {}
+    for path, leaf in flatten_dict(params).items():
+        count = counts.get(path[:2])
+        if count != 0:
+            layered = path[1] == "layers"
+            shapes["/".join(path)] = (count, *leaf.shape[1:]) if layered else leaf.shape
+    return shapes
 
 
 def apply(

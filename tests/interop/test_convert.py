@@ -30,8 +30,8 @@ from flaxformer_mt.interop.adaptation import adapt
 from flaxformer_mt.interop.convert import OWN, convert
 from flaxformer_mt.interop.families import marian_native
 from flaxformer_mt.interop.formats import own_format
-from flaxformer_mt.interop.weight_maps.mapping import parameter_shapes
 from flaxformer_mt.interop.weight_maps.validation import check_switches
+from flaxformer_mt.model.functional import parameter_shapes
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.parity import references
 from flaxformer_mt.presets import FAMILY_ALIASES, canonical_family

@@ -28,7 +28,7 @@ from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.convert import OWN, convert
 from flaxformer_mt.interop.formats import generation_config, huggingface
 from flaxformer_mt.interop.formats.bundle import ModelBundle
-from flaxformer_mt.interop.weight_maps import mapping
+from flaxformer_mt.model.functional import parameter_shapes
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.runs.trained_model import load_run
 
@@ -211,7 +211,7 @@ def test_a_run_of_ours_to_hugging_face_and_back(trained_run, tmp_path, capsys):
 def bundle_of(config, tokenizers):
     """A model with random parameters."""
     draw = np.random.default_rng(0)
-    shapes = mapping.parameter_shapes(config.model)
+    shapes = parameter_shapes(config.model)
     params = {path: draw.normal(0, 0.3, shape).astype("f4") for path, shape in shapes.items()}
     return ModelBundle(config, unflatten_dict(params, sep="/"), tokenizers)
 

@@ -20,7 +20,7 @@ from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import SentencePieceT
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.families.marian_native import FAMILY
 from flaxformer_mt.interop.families.marian_native import options as options_of
-from flaxformer_mt.interop.formats import marian_files, marian_folder, marian_search
+from flaxformer_mt.interop.formats import marian_files, marian_folder
 from flaxformer_mt.interop.weight_maps import checkpoints, mapping, validation
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.runs.trained_model import load_run
@@ -251,12 +251,12 @@ def byte_vocabulary():
 
 def test_control_characters_are_suppressed_unless_the_options_allow_them(byte_vocabulary):
     tokenizer, control = byte_vocabulary
-    decode, _ = marian_search.to_decode({}, tokenizer)
+    decode, _ = marian_folder.to_decode({}, tokenizer)
     assert decode.bad_word_ids == ("1", *control)
-    assert "allow-special" not in marian_search.from_decode(decode, tokenizer)[0]
-    decode, _ = marian_search.to_decode({"allow-special": True}, tokenizer)
+    assert "allow-special" not in marian_folder.from_decode(decode, tokenizer)[0]
+    decode, _ = marian_folder.to_decode({"allow-special": True}, tokenizer)
     assert decode.bad_word_ids == ("1",)
-    assert marian_search.from_decode(decode, tokenizer)[0]["allow-special"] is True
+    assert marian_folder.from_decode(decode, tokenizer)[0]["allow-special"] is True
 
 
 def test_an_export_names_the_search_options_that_marian_lacks(byte_vocabulary):
@@ -265,11 +265,11 @@ def test_an_export_names_the_search_options_that_marian_lacks(byte_vocabulary):
         beam_size=6, length_penalty=0.7, length_penalty_kind="average", max_length_factor=2.5,
         bad_word_ids=("1", *control), alignment_layer=2, seed=3,
     )  # fmt: skip
-    assert marian_search.from_decode(same, tokenizer) == (
+    assert marian_folder.from_decode(same, tokenizer) == (
         {"beam-size": 6, "normalize": 0.7, "max-length-factor": 2.5}, (),
     )  # fmt: skip
     other = DecodeConfig(coverage_penalty=0.2, bad_word_ids=("1", "17,4"), n_best=2)
-    options, notes = marian_search.from_decode(other, tokenizer)
+    options, notes = marian_folder.from_decode(other, tokenizer)
     assert (options["normalize"], options["allow-special"]) == (0, True)
     assert "allow-unk" not in options
     gnmt, *others = notes

@@ -15,7 +15,7 @@ from toy_references import ALL, DOUBLE_PROJECTION, VARIANTS, Variant, others_are
 
 from flaxformer_mt import interop
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.interop.weight_maps import mapping
+from flaxformer_mt.model.functional import parameter_shapes
 from flaxformer_mt.parity import references
 from flaxformer_mt.presets import FAMILIES
 
@@ -67,7 +67,7 @@ def test_sizes_are_read_from_the_tensors(name):
     if config.has_inputs:
         assert {name: getattr(config, name) for name in given} == given
     shapes = {path: array.shape for path, array in flat(params).items()}
-    assert shapes == mapping.parameter_shapes(config)
+    assert shapes == parameter_shapes(config)
 
 
 def flat(params: Any) -> dict[str, np.ndarray]:
@@ -264,7 +264,7 @@ def test_a_map_covers_every_parameter_of_the_model(name):
     config, _ = load(variant, variant.build().state_dict())
     family = interop.FAMILIES[variant.family]
     mapped = {path for rule in family.rules(config, "") for path in rule.ours}
-    assert mapped == set(mapping.parameter_shapes(config))
+    assert mapped == set(parameter_shapes(config))
 
 
 def test_every_preset_has_a_reference_and_a_map():

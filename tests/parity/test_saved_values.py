@@ -14,8 +14,8 @@ from flaxformer_mt.errors import UserError
 from flaxformer_mt.parity import families, published
 from flaxformer_mt.parity.recipes import recipe
 from flaxformer_mt.parity.saved import files
+from flaxformer_mt.parity.saved.compare_saved import Search
 from flaxformer_mt.parity.saved.files import script
-from flaxformer_mt.parity.saved.search import Search
 from flaxformer_mt.parity.tokens import example
 from flaxformer_mt.parity.trace import Tap, values_of_module
 

@@ -9,7 +9,6 @@ from test_curves import write_run
 
 from flaxformer_mt.plotting.attention_page import AttentionPicture
 from flaxformer_mt.plotting.curves import plot_curves
-from flaxformer_mt.plotting.curves_page import to_page
 
 pytestmark = pytest.mark.slow
 
@@ -148,7 +147,7 @@ def curves_page(folder):
     pytest.importorskip("matplotlib")
     for name in ("one", "a_run_of_a_rather_long_name_with_parts"):
         write_run(folder / name)
-    return to_page(plot_curves(sorted(folder.iterdir())))
+    return plot_curves(sorted(folder.iterdir())).to_html()
 
 
 PAGES = {

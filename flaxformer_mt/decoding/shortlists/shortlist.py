@@ -15,7 +15,7 @@ import numpy as np
 from flaxformer_mt.config.fields import MAX_INTEGER
 from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers
-from flaxformer_mt.errors import UserError
+from flaxformer_mt.errors import UserError, prefixed
 from flaxformer_mt.input_files import MAX_MODEL_BYTES, decompressed, open_regular, read_bytes
 
 _MAGIC = struct.pack("<Q", 0xF11A48D5013417F5)
@@ -55,13 +55,12 @@ class Shortlist:
           UserError: the file is missing or damaged, or was made for another vocabulary.
         """
         try:
-            content = decompressed(read_bytes(path, MAX_MODEL_BYTES), MAX_MODEL_BYTES)
+            with prefixed("decode.shortlist="):
+                content = decompressed(read_bytes(path, MAX_MODEL_BYTES), MAX_MODEL_BYTES)
             if content.startswith(_MAGIC):
                 first, offsets, translations = _parse_binary(content)
             else:
                 offsets, translations = _parse_text(content, tokenizers, best)
-        except UserError as error:
-            raise UserError(f"decode.shortlist={error}") from error
         except ValueError as error:
             raise UserError(f"decode.shortlist={path}: {error}") from error
         source_size, target_size = tokenizers.source.vocab_size, tokenizers.target.vocab_size
@@ -91,10 +90,8 @@ class Shortlist:
 
 def require_shortlist(path: str | Path) -> None:
     """Raises UserError unless the file of a lexical table is there; does not read it."""
-    try:
+    with prefixed(f"decode.shortlist={path}: "):
         open_regular(path).close()
-    except UserError as error:
-        raise UserError(f"decode.shortlist={path}: {error}") from error
 
 
 def _parse_binary(content: bytes) -> tuple[int, np.ndarray, np.ndarray]:

@@ -18,7 +18,7 @@ import numpy as np
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint, Tensors
-from flaxformer_mt.interop.weight_maps.family import Buffer, Family, guess_tying, sinusoids
+from flaxformer_mt.interop.weight_maps.family import Family, guess_tying, sinusoid_buffers
 from flaxformer_mt.interop.weight_maps.layers import Layers, stack_norms
 from flaxformer_mt.interop.weight_maps.rules import TensorRule, embeddings, norm, same, used_twice
 
@@ -53,14 +53,8 @@ LAYERS = Layers(
 
 
 def _sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
-    table, bias = f"{OUTPUT}.weight", f"{OUTPUT}.bias"
-    return {
-        "source_vocab_size": checkpoint.size((SOURCE, 0)),
-        "target_vocab_size": checkpoint.size((TARGET, 0), (table, 0), (bias, 0)),
-        "head_dim": LAYERS.key_width(checkpoint, num_heads),
-        "value_dim": LAYERS.value_width(checkpoint, num_heads),
-        **LAYERS.sizes(checkpoint),
-    }
+    tables = (SOURCE, TARGET, f"{OUTPUT}.weight", f"{OUTPUT}.bias")
+    return LAYERS.sizes_of_model(checkpoint, *tables, num_heads=num_heads)
 
 
 def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
@@ -93,14 +87,6 @@ def _shared(rule: TensorRule) -> TensorRule:
     return used_twice(rule, ours.replace("self_attention", "cross_attention"))
 
 
-def _buffers(config: TransformerConfig) -> list[Buffer]:
-    table = sinusoids(config)
-    return [
-        Buffer(f"{side}_embed.1.pe", lambda rows: table(rows)[None], rows=5000, axis=1)
-        for side in ("src", "tgt")
-    ]
-
-
 def _layout_of_tensors(names: Collection[str]) -> str:
     return SEPARATE if any(".src_attn." in name for name in names) else SHARED
 
@@ -121,7 +107,7 @@ FAMILY = Family(
     sizes=_sizes,
     guess=_guess,
     rules=_rules,
-    buffers=_buffers,
+    buffers=lambda config: sinusoid_buffers(config, TABLE, "tgt_embed.1.pe", axis=1),
     open_switches=frozenset({"tie_embeddings", "position_base"}),
     layout_of_tensors=_layout_of_tensors,
     layout_of_params=_layout_of_params,

@@ -88,12 +88,8 @@ _SUPPORTED = {"cross_self_attention": (False, None), "no_cross_attention": (Fals
 
 
 def _sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
-    target = [(name, 0) for name in (TARGET, OUTPUT) if name in checkpoint.tensors]
-    return {
-        "source_vocab_size": checkpoint.size((SOURCE, 0)),
-        "target_vocab_size": checkpoint.size(*target or [(TARGET, 0)]),
-        **LAYERS.sizes(checkpoint),
-    }
+    target = [name for name in (TARGET, OUTPUT) if name in checkpoint.tensors] or [TARGET]
+    return LAYERS.sizes_of_model(checkpoint, SOURCE, *target)
 
 
 def _options(settings: Mapping[str, Any]) -> dict[str, Any]:

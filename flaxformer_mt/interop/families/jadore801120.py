@@ -16,7 +16,7 @@ from flaxformer_mt.interop.weight_maps.family import (
     Family,
     fields_of_settings,
     guess_tying,
-    sinusoids,
+    sinusoid_buffers,
 )
 from flaxformer_mt.interop.weight_maps.layers import Layers, stack_norms
 from flaxformer_mt.interop.weight_maps.rules import TensorRule, embeddings
@@ -51,13 +51,7 @@ _FIELDS_OF_SETTINGS = {
 
 
 def _sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
-    return {
-        "source_vocab_size": checkpoint.size((SOURCE, 0)),
-        "target_vocab_size": checkpoint.size((TARGET, 0), (OUTPUT, 0)),
-        "head_dim": LAYERS.key_width(checkpoint, num_heads),
-        "value_dim": LAYERS.value_width(checkpoint, num_heads),
-        **LAYERS.sizes(checkpoint),
-    }
+    return LAYERS.sizes_of_model(checkpoint, SOURCE, TARGET, OUTPUT, num_heads=num_heads)
 
 
 def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
@@ -86,11 +80,8 @@ def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
 
 
 def _buffers(config: TransformerConfig) -> list[Buffer]:
-    table = sinusoids(config)
-    return [
-        Buffer(f"{stack}.position_enc.pos_table", lambda rows: table(rows)[None], rows=200, axis=1)
-        for stack in ("encoder", "decoder")
-    ]
+    names = (f"{stack}.position_enc.pos_table" for stack in ("encoder", "decoder"))
+    return sinusoid_buffers(config, *names, rows=200, axis=1)
 
 
 FAMILY = Family(

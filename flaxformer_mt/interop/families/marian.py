@@ -11,8 +11,6 @@ the model's `config.json`; without them give `num_heads`, and `activation`, `sca
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
 from flaxformer_mt.interop.families import fairseq
@@ -24,7 +22,7 @@ from flaxformer_mt.interop.weight_maps.family import (
     fields_of_settings,
     sinusoids,
 )
-from flaxformer_mt.interop.weight_maps.rules import ArrayTuple, TensorRule, embeddings, tied
+from flaxformer_mt.interop.weight_maps.rules import TensorRule, embeddings, row, tied
 
 SHARED = "model.shared.weight"
 SOURCE = "model.encoder.embed_tokens.weight"
@@ -97,20 +95,8 @@ def _embeddings(config: TransformerConfig) -> list[TensorRule]:
     return [*others, tied(*target.ours, SHARED, *target.theirs)]
 
 
-def output_bias() -> TensorRule:
-    """Returns the rule for the bias of the logits, [1, V] there."""
-
-    def to_ours(bias: np.ndarray) -> ArrayTuple:
-        return (bias.reshape(-1),)
-
-    def to_theirs(bias: np.ndarray) -> ArrayTuple:
-        return (bias.reshape(1, -1),)
-
-    return TensorRule(("output/bias",), (BIAS,), to_ours, to_theirs)
-
-
 def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
-    return [*_embeddings(config), output_bias(), *LAYERS.rules(config)]
+    return [*_embeddings(config), row("output/bias", BIAS), *LAYERS.rules(config)]
 
 
 def _buffers(config: TransformerConfig) -> list[Buffer]:

@@ -7,7 +7,6 @@ Names and options are those of Marian, src/models/transformer.h: layer numbers i
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import numpy as np
 import yaml
 
 from flaxformer_mt.config import TransformerConfig
@@ -20,7 +19,7 @@ from flaxformer_mt.interop.weight_maps.family import (
     check_supported,
 )
 from flaxformer_mt.interop.weight_maps.layers import Layers, stack_norms
-from flaxformer_mt.interop.weight_maps.rules import ArrayTuple, TensorRule, embeddings, same
+from flaxformer_mt.interop.weight_maps.rules import TensorRule, embeddings, row, same
 from flaxformer_mt.model.transformer import ZERO_VECTOR
 from flaxformer_mt.presets import check_choice
 
@@ -72,30 +71,18 @@ _FIELDS_OF_OPTIONS = {
 }
 
 
-def _row(ours: str, theirs: str) -> TensorRule:
-    """Returns the rule for a vector [D] that Marian stores as [1, D]."""
-
-    def to_ours(row: np.ndarray) -> ArrayTuple:
-        return (row.reshape(-1),)
-
-    def to_theirs(vector: np.ndarray) -> ArrayTuple:
-        return (vector.reshape(1, -1),)
-
-    return TensorRule((ours,), (theirs,), to_ours, to_theirs)
-
-
 # In the names below, "*" stands for "W" or "b", and in those of norms for "scale" or "bias".
 
 
 def _linear(ours: str, theirs: str, bias: bool = True) -> list[TensorRule]:
     return [
         same(f"{ours}/kernel", theirs.replace("*", "W")),
-        _row(f"{ours}/bias", theirs.replace("*", "b")),
+        row(f"{ours}/bias", theirs.replace("*", "b")),
     ]
 
 
 def _norm(ours: str, theirs: str) -> list[TensorRule]:
-    return [_row(f"{ours}/{part}", theirs.replace("*", part)) for part in ("scale", "bias")]
+    return [row(f"{ours}/{part}", theirs.replace("*", part)) for part in ("scale", "bias")]
 
 
 def _layers(suffix: str) -> Layers:
@@ -139,7 +126,7 @@ def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
     final_norms = stack_norms("final_norm", "{stack}_top_ln_*", _norm)
     return [
         *_embeddings(config, layout),
-        *([_row("output/bias", BIAS)] if config.output_bias else []),
+        *([row("output/bias", BIAS)] if config.output_bias else []),
         *layers,
         *(embedding_norms if config.embedding_norm else []),
         *(final_norms if config.final_norm else []),

@@ -16,7 +16,7 @@ from flaxformer_mt.interop.families import fairseq, marian
 from flaxformer_mt.interop.families.marian import BIAS, LAYERS, OUTPUT, SHARED, SOURCE, TARGET
 from flaxformer_mt.interop.weight_maps.family import Family
 from flaxformer_mt.interop.weight_maps.layers import stack_norms
-from flaxformer_mt.interop.weight_maps.rules import TensorRule, same, tied
+from flaxformer_mt.interop.weight_maps.rules import TensorRule, row, same, tied
 
 TABLES = (SHARED, SOURCE, TARGET, OUTPUT)
 """The names of the one table of embeddings."""
@@ -48,7 +48,7 @@ def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
 def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
     return [
         tied("target_embedding/embedding", *TABLES),
-        marian.output_bias(),
+        row("output/bias", BIAS),
         same("source_positions/embedding", f"model.encoder.{POSITIONS}"),
         same("target_positions/embedding", f"model.decoder.{POSITIONS}"),
         *stack_norms("embedding_norm", "model.{stack}.layernorm_embedding"),

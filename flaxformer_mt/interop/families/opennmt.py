@@ -24,7 +24,7 @@ from flaxformer_mt.interop.weight_maps.family import (
     check_supported,
     fields_of_settings,
     guess_tying,
-    sinusoids,
+    sinusoid_buffers,
 )
 from flaxformer_mt.interop.weight_maps.layers import Layers, stack_norms
 from flaxformer_mt.interop.weight_maps.rules import TensorRule, embeddings, same, tied
@@ -56,11 +56,7 @@ _DROPOUT_OPTIONS = {"dropout": "dropout_rate", "attention_dropout": "attention_d
 
 
 def _sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
-    return {
-        "source_vocab_size": checkpoint.size((SOURCE, 0)),
-        "target_vocab_size": checkpoint.size((TARGET, 0), (OUTPUT, 0), ("generator.bias", 0)),
-        **LAYERS.sizes(checkpoint),
-    }
+    return LAYERS.sizes_of_model(checkpoint, SOURCE, TARGET, OUTPUT, "generator.bias")
 
 
 def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
@@ -154,11 +150,7 @@ def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
 def _buffers(config: TransformerConfig) -> list[Buffer]:
     if config.position_kind != "sinusoidal":
         return []
-    table = sinusoids(config)
-    return [
-        Buffer(name, lambda rows: table(rows)[:, None], rows=5000)
-        for name in (TABLE, TABLE.replace("encoder", "decoder"))
-    ]
+    return sinusoid_buffers(config, TABLE, TABLE.replace("encoder", "decoder"))
 
 
 FAMILY = Family(

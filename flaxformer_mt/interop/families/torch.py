@@ -12,7 +12,7 @@ from typing import Any
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
-from flaxformer_mt.interop.weight_maps.family import Buffer, Family, guess_tying, sinusoids
+from flaxformer_mt.interop.weight_maps.family import Buffer, Family, guess_tying, sinusoid_buffers
 from flaxformer_mt.interop.weight_maps.layers import Layers, stack_norms
 from flaxformer_mt.interop.weight_maps.rules import (
     TensorRule,
@@ -53,13 +53,11 @@ def _layers(bare: bool) -> Layers:
 
 
 def _sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
-    bare = _is_bare(checkpoint)
-    outputs = ((TARGET, 0), (OUTPUT, 0), ("generator.bias", 0))
-    return {
-        "source_vocab_size": 0 if bare else checkpoint.size((SOURCE, 0)),
-        "target_vocab_size": 0 if bare else checkpoint.size(*outputs),
-        **_layers(bare).sizes(checkpoint),
-    }
+    if _is_bare(checkpoint):
+        no_tokens = {"source_vocab_size": 0, "target_vocab_size": 0}
+        return no_tokens | _layers(bare=True).sizes(checkpoint)
+    tables = (SOURCE, TARGET, OUTPUT, "generator.bias")
+    return _layers(bare=False).sizes_of_model(checkpoint, *tables)
 
 
 def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
@@ -92,10 +90,7 @@ def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
 
 
 def _buffers(config: TransformerConfig) -> list[Buffer]:
-    if not config.target_vocab_size:
-        return []
-    table = sinusoids(config)
-    return [Buffer(TABLE, lambda rows: table(rows)[:, None], rows=5000)]
+    return sinusoid_buffers(config, TABLE) if config.target_vocab_size else []
 
 
 FAMILY = Family(

@@ -1,6 +1,7 @@
 """What the folders of each family of the Hugging Face Hub have of their own: `config.json`."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -120,46 +121,45 @@ def _new_marian(model: TransformerConfig) -> dict[str, Any]:
     }
 
 
+_hub_family_like_fairseq = functools.partial(
+    HubFamily,
+    fields=marian.FIELDS_OF_SETTINGS,
+    sizes=_FAIRSEQ_SIZES,
+    others=_fairseq_like,
+    defaults=_FAIRSEQ_DEFAULTS,
+    new=_new,
+)
+
 HUB_FAMILIES = {
     found.family.name: found
     for found in (
-        HubFamily(
+        _hub_family_like_fairseq(
             family=marian.FAMILY,
             architectures={"marian": "MarianMTModel"},
             model_type=lambda model: "marian",
-            fields=marian.FIELDS_OF_SETTINGS,
             sizes={**_FAIRSEQ_SIZES, "decoder_vocab_size": "target_vocab_size"},
             others=_marian,
             defaults={**_FAIRSEQ_DEFAULTS, "share_encoder_decoder_embeddings": True},
             new=_new_marian,
         ),
-        HubFamily(
+        _hub_family_like_fairseq(
             family=mbart.FAMILY,
             architectures={
                 "mbart": "MBartForConditionalGeneration",
                 "bart": "BartForConditionalGeneration",
             },
             model_type=lambda model: "mbart" if model.norm_position == "pre" else "bart",
-            fields=marian.FIELDS_OF_SETTINGS,
-            sizes=_FAIRSEQ_SIZES,
-            others=_fairseq_like,
-            defaults=_FAIRSEQ_DEFAULTS,
-            new=_new,
         ),
-        HubFamily(
+        _hub_family_like_fairseq(
             family=m2m100.FAMILY,
             architectures={"m2m_100": "M2M100ForConditionalGeneration"},
             model_type=lambda model: "m2m_100",
-            fields=marian.FIELDS_OF_SETTINGS,
-            sizes=_FAIRSEQ_SIZES,
-            others=_fairseq_like,
             defaults={
                 **_FAIRSEQ_DEFAULTS,
                 "attention_dropout": 0.1,
                 "scale_embedding": True,
                 "activation_function": "relu",
             },
-            new=_new,
         ),
         HubFamily(
             family=t5.FAMILY,

@@ -12,15 +12,16 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from flaxformer_mt.config import DataConfig, TransformerConfig
+from flaxformer_mt.config import DataConfig, DecodeConfig, TransformerConfig
 from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers
 from flaxformer_mt.errors import UserError, prefixed
 from flaxformer_mt.input_files import MAX_MODEL_BYTES, read_bytes
 from flaxformer_mt.interop.exports import marian_native_obstacle
 from flaxformer_mt.interop.families.marian_native import END, FAMILY, NO_TOKEN, options
-from flaxformer_mt.interop.formats import marian_files, marian_search
+from flaxformer_mt.interop.formats import marian_files
 from flaxformer_mt.interop.formats.bundle import ModelBundle, experiment
+from flaxformer_mt.interop.formats.search_notes import unsupported_options
 from flaxformer_mt.interop.weight_maps import checkpoints
 from flaxformer_mt.runs import atomic
 
@@ -63,7 +64,7 @@ def read(
         target_row_length=128,
     )
     with prefixed(f"the decoder's options beside {files.model}: "):
-        decode, notes = marian_search.to_decode(files.options, tokenizers.target)
+        decode, notes = to_decode(files.options, tokenizers.target)
     return ModelBundle(experiment(config, data, decode), params, tokenizers), notes
 
 
@@ -81,7 +82,7 @@ def write(bundle: ModelBundle, folder: Path, accepted: Collection[str] = ()) -> 
     }
     if obstacle := marian_native_obstacle(model):
         raise UserError(f"its models cannot have {obstacle}")
-    search, notes = marian_search.from_decode(bundle.config.decode, tokenizers.target)
+    search, notes = from_decode(bundle.config.decode, tokenizers.target)
     settings = {"relative-paths": True, "models": [_MODEL], "vocabs": [names[0], names[-1]]}
     with atomic.new_folder(folder) as partial:
         marian_files.write_npz(partial / _MODEL, tensors, options(model))
@@ -176,3 +177,82 @@ def _checked(tokenizer: Tokenizer, name: str) -> SentencePieceTokenizer:
         if given != wanted:
             raise UserError(f"{name} has {field}={given}, but Marian requires {wanted}")
     return tokenizer
+
+
+# Options with a counterpart, and Marian's defaults.
+_SAME = {
+    "beam-size": ("beam_size", 12),
+    "normalize": ("length_penalty", 0.0),
+    "max-length-factor": ("max_length_factor", 3.0),
+}
+_CONTROL_PIECES = frozenset(f"<0x{byte:02X}>" for byte in range(32))
+
+
+def to_decode(
+    options: Mapping[str, Any], target: Tokenizer
+) -> tuple[DecodeConfig, tuple[str, ...]]:
+    """Converts options of Marian's decoder to search options.
+
+    Without options, which Marian then takes from its command line, beam and lengths are our
+    defaults.
+
+    Returns:
+      The search options, and a line about each unsupported option.
+
+    Raises:
+      UserError: a value is invalid.
+    """
+    fields: dict[str, Any] = {}
+    if options:
+        given = {name: value for name, value in options.items() if value is not None}
+        fields = {ours: given.get(theirs, value) for theirs, (ours, value) in _SAME.items()}
+    suppressed = [
+        *([] if options.get("allow-unk") else [target.unk_id]),
+        *([] if options.get("allow-special") else _control_ids(target)),
+    ]
+    decode = DecodeConfig(
+        length_penalty_kind="average", bad_word_ids=tuple(map(str, suppressed)), **fields
+    )
+    notes = []
+    if options.get("shortlist"):
+        notes.append("its shortlist is ignored: translations may contain any token")
+    notes += [
+        f"{name}={options[name]} is not supported, and ignored"
+        for name in ("word-penalty", "output-sampling", "force-decode")
+        if options.get(name)
+    ]
+    return decode, tuple(notes)
+
+
+def from_decode(decode: DecodeConfig, target: Tokenizer) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Converts search options to options of Marian's decoder.
+
+    Returns:
+      The options, and a line about each option without a counterpart.
+    """
+    forbidden = set(decode.bad_word_ids)
+    unknown, control = {str(target.unk_id)}, set(map(str, _control_ids(target)))
+    options = {theirs: getattr(decode, ours) for theirs, (ours, _) in _SAME.items()}
+    supported = {"length_penalty_kind", "max_length_extra", *(ours for ours, _ in _SAME.values())}
+    notes = []
+    if decode.length_penalty_kind != "average":
+        options["normalize"] = 0.0
+        if decode.length_penalty and decode.beam_size > 1:
+            notes.append(
+                f"decode.length_penalty={decode.length_penalty} of length_penalty_kind=gnmt is not "
+                "supported by Marian, which divides scores by length**normalize: adjust normalize "
+                "in config.yml if needed"
+            )
+    if not unknown <= forbidden:
+        options["allow-unk"] = True
+    if not control <= forbidden:
+        options["allow-special"] = True
+    if forbidden <= unknown | control:
+        supported.add("bad_word_ids")
+    return options, (*notes, *unsupported_options(decode, supported, "Marian"))
+
+
+def _control_ids(tokenizer: Tokenizer) -> list[int]:
+    """Returns the ids of the bytes 0 to 31, which a vocabulary with byte fallback has."""
+    pieces = tokenizer.pieces(range(tokenizer.vocab_size))
+    return [token for token, piece in enumerate(pieces) if piece in _CONTROL_PIECES]

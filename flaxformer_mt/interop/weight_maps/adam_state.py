@@ -27,6 +27,7 @@ from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint, Tensors
 from flaxformer_mt.interop.weight_maps import checkpoints, mapping, validation
 from flaxformer_mt.interop.weight_maps.family import Family
 from flaxformer_mt.interop.weight_maps.mapping import CARRIED, WeightMap
+from flaxformer_mt.model.functional import parameter_shapes
 
 MEAN, VARIANCE = "exp_avg", "exp_avg_sq"
 
@@ -201,7 +202,7 @@ def _parameters(weight_map: WeightMap, tensors: Tensors) -> dict[str, bool]:
     """Returns the reference's parameters in PyTorch's order, and whether each is trained."""
     family = weight_map.family
     buffers = {buffer.name: buffer.is_parameter for buffer in family.buffers(weight_map.config)}
-    names = {name for _, _, theirs in weight_map.applications() for name in theirs}
+    names = {name for _, _, _, theirs in weight_map.applications() for name in theirs}
     listed = mapping.in_order(family, names | buffers.keys())
     is_complete = tensors.keys() >= {name for name in listed if buffers.get(name, True)}
     # A file is in the order of the model that wrote it. If that is the published order, so is the
@@ -210,7 +211,7 @@ def _parameters(weight_map: WeightMap, tensors: Tensors) -> dict[str, bool]:
         listed = [*tensors, *(name for name in listed if name not in tensors)]
     untrained = buffers.keys() | weight_map.unread
     trained = {name: name not in untrained for name in listed}
-    for rule, _, theirs in weight_map.applications():
+    for rule, _, _, theirs in weight_map.applications():
         if rule.tied:
             for name in sorted(theirs, key=listed.index)[1:]:
                 del trained[name]
@@ -309,7 +310,7 @@ def _to_ours(weight_map: WeightMap, moments: Tensors) -> dict[str, Any]:
     dtype, rearranging = weight_map.config.param_dtype, weight_map.rearranging
     zeros = {name: np.zeros(shape, dtype) for name, shape in weight_map.shapes().items()}
     arrays = rearranging.to_ours(zeros | rearranging.with_ties(moments))
-    shapes = mapping.parameter_shapes(weight_map.config)
+    shapes = parameter_shapes(weight_map.config)
     arrays |= {path: np.zeros(shapes[path], dtype) for path in weight_map.mixed}
     tree = unflatten_dict(arrays, sep="/")
     returned = _to_theirs(weight_map, arrays)

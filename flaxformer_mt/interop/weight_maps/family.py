@@ -116,6 +116,17 @@ def sinusoids(config: TransformerConfig) -> Callable[[int], np.ndarray]:
     )
 
 
+def sinusoid_buffers(
+    config: TransformerConfig, *names: str, rows: int = 5000, axis: int = 0
+) -> list[Buffer]:
+    """Returns tables of sinusoids [rows, 1, D], or [1, rows, D] with `axis` 1."""
+    table = sinusoids(config)
+    return [
+        Buffer(name, lambda rows: np.expand_dims(table(rows), 1 - axis), rows, axis)
+        for name in names
+    ]
+
+
 def guess_tying(
     checkpoint: PublishedCheckpoint, source: str | None, target: str, output: str | None
 ) -> dict[str, str]:

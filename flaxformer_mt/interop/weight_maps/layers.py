@@ -63,6 +63,22 @@ class Layers:
             "num_decoder_layers": checkpoint.num_layers(self.decoder.partition("{")[0]),
         }
 
+    def sizes_of_model(
+        self, checkpoint: PublishedCheckpoint, source: str, *target: str, num_heads: int = 0
+    ) -> dict[str, Any]:
+        """Returns `sizes` and, from tensors with one row per token, the vocabulary sizes.
+
+        Also the widths of heads, if these are free: then `num_heads` is given.
+        """
+        found = {
+            "source_vocab_size": checkpoint.size((source, 0)),
+            "target_vocab_size": checkpoint.size(*((name, 0) for name in target)),
+        }
+        if num_heads:
+            found["head_dim"] = self.key_width(checkpoint, num_heads)
+            found["value_dim"] = self.value_width(checkpoint, num_heads)
+        return found | self.sizes(checkpoint)
+
     def key_width(self, checkpoint: PublishedCheckpoint, num_heads: int) -> int:
         """Returns the width of a head's queries and keys."""
         query, key, _, _ = self._first_projections()

@@ -16,23 +16,20 @@ omitted, as its writer may (`Family.omitted`); `save` omits it again. Train on
 `model_params(params)`, which excludes this subtree.
 """
 
-import collections
 import dataclasses
-import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Self
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.checkpoint_files import Tensors, identical
+from flaxformer_mt.interop.weight_maps import rules
 from flaxformer_mt.interop.weight_maps.family import Family
-from flaxformer_mt.interop.weight_maps.rules import ArrayTuple, TensorRule
-from flaxformer_mt.model.transformer import Transformer
+from flaxformer_mt.interop.weight_maps.rules import AppliedRule, TensorRule
+from flaxformer_mt.model.functional import parameter_shapes
 
 CARRIED = "carried"
 """Name of the subtree of the parameters that holds carried tensors."""
@@ -79,13 +76,13 @@ class WeightMap:
         """The names of tensors that the reference never reads."""
         return {
             name
-            for rule, _, theirs in self.applications()
+            for rule, _, _, theirs in self.applications()
             for name, template in zip(theirs, rule.theirs, strict=True)
             if template in rule.unread
         }
 
-    def applications(self) -> Iterator[tuple[TensorRule, int | None, tuple[str, ...]]]:
-        """Yields each rule with its layer (None outside the stacks) and the tensor names there."""
+    def applications(self) -> Iterator[AppliedRule]:
+        """Yields each rule, below the stacks for each layer."""
         depths = {
             "encoder/layers": self.config.num_encoder_layers,
             "decoder/layers": self.config.num_decoder_layers,
@@ -93,44 +90,29 @@ class WeightMap:
         for rule in self.rules:
             stack = "/".join(rule.ours[0].split("/")[:2])
             if stack not in depths:
-                yield rule, None, rule.theirs
+                yield AppliedRule(rule, None, rule.ours, rule.theirs)
                 continue
             for layer in range(depths[stack]):
                 names = (name.format(layer=layer, number=layer + 1) for name in rule.theirs)
-                yield rule, layer, tuple(names)
+                yield AppliedRule(rule, layer, rule.ours, tuple(names))
 
     def with_ties(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """Returns `tensors` completed with the omitted names of tied tensors."""
         complete = dict(tensors)
-        for rule, _, theirs in self.applications():
+        for rule, _, _, theirs in self.applications():
             present = [name for name in theirs if name in tensors]
             if rule.tied and present:
                 complete |= {name: tensors[present[0]] for name in theirs if name not in tensors}
         return complete
 
     def to_ours(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns our arrays by path, given the reference's by name: numpy arrays or JAX tracers.
-
-        Omitted names of tied tensors are completed.
-        """
-        tensors = self.with_ties(tensors)
-        arrays: dict[str, Any] = {}
-        layers = collections.defaultdict(list)
-        for rule, layer, theirs in self.applications():
-            results = rule.to_ours(*(tensors[name] for name in theirs))
-            for path, array in zip(rule.ours, results, strict=True):
-                if layer is None:
-                    arrays[path] = array
-                else:
-                    layers[path].append(array)
-        return arrays | {
-            path: slices[0].__array_namespace__().stack(slices) for path, slices in layers.items()
-        }
+        """Returns our arrays by path, see `rules.to_ours`."""
+        return rules.to_ours(self.applications(), tensors)
 
     def to_theirs(self, arrays: Tensors) -> Iterator[tuple[str, np.ndarray]]:
         """Yields names and values of the tensors that the rules write for our arrays."""
-        for rule, layer, theirs in self.applications():
-            yield from zip(theirs, rule.to_theirs(*_slices(rule, layer, arrays)), strict=True)
+        for applied in self.applications():
+            yield from applied.written(arrays)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns the shape of every tensor that the rules write, by name; buffers are excluded."""
@@ -142,10 +124,6 @@ class WeightMap:
         return {name: tensor.shape for name, tensor in self.to_theirs(zeros)}
 
 
-def _slices(rule: TensorRule, layer: int | None, arrays: Tensors) -> ArrayTuple:
-    return tuple(arrays[path] if layer is None else arrays[path][layer] for path in rule.ours)
-
-
 def to_reference(
     family: Family, config: TransformerConfig, arrays: Tensors, carried: Tensors
 ) -> dict[str, np.ndarray]:
@@ -155,20 +133,19 @@ def to_reference(
     counterpart for one of our parameters, or needs one that is missing.
     """
     tensors: dict[str, np.ndarray] = {}
-    rules = family.rules(config, family.layout_of_params(arrays, carried))
-    mapped = {path for rule in rules for path in rule.ours}
+    own_rules = family.rules(config, family.layout_of_params(arrays, carried))
+    mapped = {path for rule in own_rules for path in rule.ours}
     for path in sorted(arrays.keys() - mapped):
         raise UserError(f"{family.name} has no counterpart for parameter {path}")
     for path in sorted(mapped - arrays.keys()):
         raise UserError(f"{family.name} needs parameter {path}, which is missing")
     omitted = {name for name, tensor in carried.items() if not tensor.size}
     kept_tensors = {name: tensor for name, tensor in carried.items() if tensor.size}
-    for rule, layer, theirs in WeightMap(family, config, rules).applications():
-        own = _slices(rule, layer, arrays)
-        new = rule.to_theirs(*own)
-        kept = tuple(map(kept_tensors.get, theirs, new))
-        consistent = all(map(identical, rule.to_ours(*kept), own))
-        tensors.update(zip(theirs, kept if consistent else new, strict=True))
+    for applied in WeightMap(family, config, own_rules).applications():
+        new = dict(applied.written(arrays))
+        kept = {name: kept_tensors.get(name, tensor) for name, tensor in new.items()}
+        again = applied.rule.to_ours(*kept.values())
+        tensors |= kept if all(map(identical, again, applied.own(arrays))) else new
     dtype = next(iter(arrays.values())).dtype
     for buffer in family.buffers(config):
         tensor = kept_tensors.get(buffer.name)
@@ -190,44 +167,3 @@ def in_order(family: Family, names: Collection[str]) -> list[str]:
         return [*((True, rank(part)) for part in modules), (False, rank(tensor))]
 
     return sorted(names, key=key)
-
-
-@functools.lru_cache(maxsize=64)
-def parameter_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of every parameter of the model, by path.
-
-    With vocabularies of size 0 these are the parameters of the stacks alone.
-    """
-    # Layers are alike, dtypes do not matter, and sinusoids, which may be many, are not parameters;
-    # but the model needs some vocabulary to initialize.
-    model = Transformer(
-        dataclasses.replace(
-            config,
-            source_vocab_size=max(config.source_vocab_size, 1),
-            target_vocab_size=max(config.target_vocab_size, 1),
-            num_encoder_layers=1,
-            num_decoder_layers=1,
-            max_length=config.max_length if config.position_kind == "learned" else 1,
-            dtype="float32",
-            param_dtype="float32",
-        )
-    )
-    tokens = jnp.zeros((1, 1), jnp.int32)
-    variables = jax.eval_shape(
-        lambda: model.init(jax.random.key(0), tokens if config.has_inputs else None, tokens)
-    )
-    counts = {
-        ("source_embedding", "embedding"): config.source_vocab_size,
-        ("target_embedding", "embedding"): config.target_vocab_size,
-        ("output", "kernel"): config.target_vocab_size,
-        ("output", "bias"): config.target_vocab_size,
-        ("encoder", "layers"): config.num_encoder_layers,
-        ("decoder", "layers"): config.num_decoder_layers,
-    }
-    shapes = {}
-    for path, leaf in flatten_dict(variables["params"]).items():
-        count = counts.get(path[:2])
-        if count != 0:
-            layered = path[1] == "layers"
-            shapes["/".join(path)] = (count, *leaf.shape[1:]) if layered else leaf.shape
-    return shapes

@@ -4,8 +4,9 @@ A weight map is a list of `TensorRule`s, built with the functions below. `family
 is needed to read a family's checkpoints.
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+import collections
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,6 +41,45 @@ class TensorRule(NamedTuple):
     """Those of `theirs` that the reference has but never reads: they get no gradient."""
 
 
+class AppliedRule(NamedTuple):
+    """A rule where it is applied: in one layer, or outside of the layers."""
+
+    rule: TensorRule
+    layer: int | None
+    """The index into the leading axis of our arrays; None if these are not stacked."""
+    ours: tuple[str, ...]
+    theirs: tuple[str, ...]
+
+    def own(self, arrays: Mapping[str, Any]) -> ArrayTuple:
+        """Returns our arrays, given those of all paths; of stacked ones the layer's."""
+        found = (arrays[path] for path in self.ours)
+        return tuple(found if self.layer is None else (stack[self.layer] for stack in found))
+
+    def written(self, arrays: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+        """Yields names and values of the tensors that are written for our arrays."""
+        return zip(self.theirs, self.rule.to_theirs(*self.own(arrays)), strict=True)
+
+
+def to_ours(rules: Iterable[AppliedRule], tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns our arrays by path, given the reference's by name: numpy arrays or JAX tracers.
+
+    Of tied tensors, one name is enough.
+    """
+    arrays: dict[str, Any] = {}
+    layers: dict[str, list[Any]] = collections.defaultdict(list)
+    for rule, layer, ours, theirs in rules:
+        present = next((tensors[name] for name in theirs if name in tensors), None)
+        given = [tensors.get(name, present) if rule.tied else tensors[name] for name in theirs]
+        for path, array in zip(ours, rule.to_ours(*given), strict=True):
+            if layer is None:
+                arrays[path] = array
+            else:
+                layers[path].append(array)
+    return arrays | {
+        path: slices[0].__array_namespace__().stack(slices) for path, slices in layers.items()
+    }
+
+
 def same(ours: str, theirs: str) -> TensorRule:
     """Returns the rule for one tensor that is equal on both sides.
 
@@ -69,6 +109,16 @@ def transposed(ours: str, theirs: str) -> TensorRule:
         return (matrix.T,)
 
     return TensorRule((ours,), (theirs,), transpose, transpose)
+
+
+def row(ours: str, theirs: str) -> TensorRule:
+    """Returns the rule for a vector [D] that the reference stores as [1, D]."""
+    return TensorRule(
+        (ours,),
+        (theirs,),
+        lambda row: (row.reshape(-1),),
+        lambda vector: (vector.reshape(1, -1),),
+    )
 
 
 def packed(

@@ -10,7 +10,8 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.checkpoint_files import Tensors, identical
 from flaxformer_mt.interop.weight_maps.family import Family
-from flaxformer_mt.interop.weight_maps.mapping import WeightMap, parameter_shapes
+from flaxformer_mt.interop.weight_maps.mapping import WeightMap
+from flaxformer_mt.model.functional import parameter_shapes
 
 FREE_FIELDS = frozenset({
     "source_vocab_size", "target_vocab_size", "d_model", "num_heads", "head_dim", "value_dim",
@@ -107,7 +108,7 @@ def check_tensors(weight_map: WeightMap, tensors: Tensors) -> None:
                 f"tensor {name} is not the table of d_model={config.d_model} and "
                 f"position_base={config.position_base}: give position_base=... if it has another"
             )
-    for rule, _, theirs in weight_map.applications():
+    for rule, _, _, theirs in weight_map.applications():
         present = [name for name in theirs if name in tensors] if rule.tied else []
         for name in present:
             if not identical(tensors[name], tensors[present[0]]):
@@ -124,7 +125,7 @@ def check_sharing(family: Family, config: TransformerConfig, tensors: Mapping[st
     weight_map = WeightMap.of_tensors(family, config, tensors)
     places = {
         name: (theirs if rule.tied else (name,))
-        for rule, _, theirs in weight_map.applications()
+        for rule, _, _, theirs in weight_map.applications()
         for name in theirs
     }
     first: dict[int, str] = {}

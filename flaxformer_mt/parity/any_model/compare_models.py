@@ -14,16 +14,12 @@ import torch
 from torch import nn
 
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.interop.weight_maps.rules import TensorRule
+from flaxformer_mt.interop.weight_maps.rules import AppliedRule, TensorRule, to_ours
 from flaxformer_mt.parity import driver, sides
 from flaxformer_mt.parity.any_model.program import TracedFunction, trace
 from flaxformer_mt.parity.any_model.program_values import ProgramValues
 from flaxformer_mt.parity.any_model.taps import path_name
-from flaxformer_mt.parity.any_model.weight_rules import (
-    WeightRules,
-    tensor_shapes,
-    weight_rules,
-)
+from flaxformer_mt.parity.any_model.weight_rules import weight_rules
 from flaxformer_mt.parity.diagnosis.inputs import Select
 from flaxformer_mt.parity.reports.report import Report
 from flaxformer_mt.parity.rows import VALUES
@@ -87,13 +83,7 @@ def compare_models(
     with sides.precision(dtype):
         like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), params)
         shapes = {path: leaf.shape for path, leaf in _by_path(like).items()}
-        applied = weight_rules(
-            weights,
-            shapes,
-            tensor_shapes(torch_module.named_parameters()),
-            tensor_shapes(torch_module.named_buffers()),
-            unused,
-        )
+        applied = weight_rules(weights, shapes, torch_module, unused)
         leaves, tree = jax.tree.flatten(jax.eval_shape(lambda *given: given, like, inputs))
         program = _program(jax_function, tree, tuple(leaves), intermediates)
     its_loss, our_loss = loss or (None, None)
@@ -102,7 +92,7 @@ def compare_models(
     given = _by_path(params) if weights_of == "function" else {}
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in given.values()):
         raise UserError("weights_of='function' needs arrays in params, not shapes")
-    arguments, select = jax.tree.leaves(inputs), real or _everything
+    arguments, select = jax.tree.leaves(inputs), real or (lambda site, value: value)
     sites = program.sites | dict(zip(function.output_sites, program.outputs, strict=True))
 
     def causes_of(ours: sides.Side, theirs: sides.Side) -> driver.Causes:
@@ -128,23 +118,19 @@ def compare_models(
         )
 
 
-def _everything(site: str, value: np.ndarray) -> np.ndarray:
-    return value
-
-
 @dataclasses.dataclass(frozen=True)
 class _Function:
     """The JAX function, given the module's tensors and the leaves of the batch."""
 
     loss_families: ClassVar[tuple[str, ...]] = ()
     program: TracedFunction
-    rules: WeightRules
+    rules: tuple[AppliedRule, ...]
     paths: tuple[str, ...]
     given_loss: Callable[..., Any] | None
     real: Select | None
 
     def leaves(self, tensors: Mapping[str, Any], batch: Sequence[Any]) -> list[Any]:
-        arrays = self.rules.to_function(tensors)
+        arrays = to_ours(self.rules, tensors)
         return [*(arrays[path] for path in self.paths), *batch]
 
     @property
@@ -183,7 +169,8 @@ class _FunctionPair(sides.Pair):
     def with_weights(self, given: Mapping[str, Any]) -> Iterator[None]:
         tensors = dict(_tensors(self.module)) if given else {}
         arrays = {path: np.asarray(leaf, self.dtype) for path, leaf in given.items()}
-        found = self.ours.rules.to_module(arrays) if given else {}
+        rules = self.ours.rules if given else ()
+        found = {name: tensor for rule in rules for name, tensor in rule.written(arrays)}
         with sides.restored(self.module) if given else contextlib.nullcontext():
             with torch.no_grad():
                 for name in found.keys() & tensors.keys():

@@ -103,13 +103,14 @@ def trace(
     """
     closed, shape = jax.make_jaxpr(function, return_shape=True)(params, *args)
     builder = _Builder()
-    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+    leaves = jax.tree_util.tree_leaves_with_path(params)
     inputs = [builder.new(var.aval) for var in closed.jaxpr.invars]
     builder.parameters = {
         number: path_name(path) for number, (path, _) in zip(inputs, leaves, strict=False)
     }
     outputs = builder.inline(closed.jaxpr, closed.consts, inputs, "")
-    named = [(path_name(path), n) for (path, _), n in zip(_leaves(shape), outputs, strict=True)]
+    results = jax.tree_util.tree_leaves_with_path(shape)
+    named = [(path_name(path), n) for (path, _), n in zip(results, outputs, strict=True)]
     if intermediates:
         if not isinstance(shape, tuple) or len(shape) != 2:
             raise UserError("the function must return (outputs, intermediates)")
@@ -133,10 +134,6 @@ def intermediate_name(path: str) -> str:
     call = found[2] or found[4]
     name = re.sub("(^|/)__call__$", "", found[1] or found[3] or "")
     return name if call == "0" else f"{name}#{call}"
-
-
-def _leaves(tree: Any) -> list[Any]:
-    return jax.tree_util.tree_flatten_with_path(tree)[0]
 
 
 class _Builder(TracedFunction):

@@ -11,77 +11,39 @@ parameters in place of ours:
 """
 
 import collections
-import dataclasses
 import fnmatch
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+from torch import nn
 
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.interop.weight_maps.rules import TensorRule, same
+from flaxformer_mt.interop.weight_maps.rules import AppliedRule, TensorRule, same, to_ours
 
 Arrays = Mapping[str, Any]
-
-
-class _Application(NamedTuple):
-    rule: TensorRule
-    ours: tuple[str, ...]
-    layer: int | None
-    """The index into the leading axis of ours; None if ours are not stacked."""
-    theirs: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class WeightRules:
-    """The rules for a given module and function; every tensor is used once."""
-
-    applications: tuple[_Application, ...]
-
-    def to_function(self, tensors: Arrays) -> dict[str, Any]:
-        """Returns the parameters by path, given tensors by name: NumPy arrays or JAX tracers."""
-        arrays: dict[str, Any] = {}
-        layers: dict[str, list[Any]] = collections.defaultdict(list)
-        for rule, paths, layer, names in self.applications:
-            present = next((tensors[name] for name in names if name in tensors), None)
-            given = [tensors.get(name, present) if rule.tied else tensors[name] for name in names]
-            for path, array in zip(paths, rule.to_ours(*given), strict=True):
-                if layer is None:
-                    arrays[path] = array
-                else:
-                    layers[path].append(array)
-        return arrays | {
-            path: slices[0].__array_namespace__().stack(slices) for path, slices in layers.items()
-        }
-
-    def to_module(self, arrays: Arrays) -> dict[str, Any]:
-        """Returns the tensors by name, given parameters by path."""
-        tensors: dict[str, Any] = {}
-        for rule, paths, layer, names in self.applications:
-            given = [arrays[path] if layer is None else arrays[path][layer] for path in paths]
-            tensors.update(zip(names, rule.to_theirs(*given), strict=True))
-        return tensors
 
 
 def weight_rules(
     rules: Sequence[TensorRule] | None,
     shapes: Mapping[str, tuple[int, ...]],
-    parameters: Mapping[str, tuple[int, ...]],
-    buffers: Mapping[str, tuple[int, ...]],
+    module: nn.Module,
     unused: Sequence[str] = (),
-) -> WeightRules:
+) -> tuple[AppliedRule, ...]:
     """Applies rules to the tensors of a module and the parameters of a function, given by shape.
 
     Arguments are those of `compare_models`. Tied parameters may be given once; rules may or may
     not name buffers. Raises UserError if a tensor has no rule or several, or if a rule fits no
     tensor or another shape.
     """
-    tensors = {**parameters, **buffers}
+    parameters = {name: tuple(tensor.shape) for name, tensor in module.named_parameters()}
+    buffers = {name: tuple(tensor.shape) for name, tensor in module.named_buffers()}
+    tensors = parameters | buffers
     if rules is None:
         rules = [same(path, path.replace("/", ".")) for path in shapes]
     found = [each for rule in rules for each in _applied(rule, {*tensors, *shapes})]
-    for _, ours, _, theirs in found:
+    for _, _, ours, theirs in found:
         if not any(name in tensors for name in theirs):
             raise UserError(
                 f"the rule of {', '.join(ours)} names {theirs[0]}, which the module does not have"
@@ -89,23 +51,22 @@ def weight_rules(
     _once("parameter", shapes, (path for a in found if not a.layer for path in a.ours), ())
     named = [name for a in found for name in a.theirs]
     _once("tensor", parameters, named, unused)
-    result = WeightRules(tuple(found))
     zeros = {name: np.broadcast_to(np.float32(0), shape) for name, shape in tensors.items()}
-    for path, array in result.to_function(zeros).items():
+    for path, array in to_ours(found, zeros).items():
         if array.shape != shapes[path]:
             raise UserError(
                 f"the rule of {path} gives {array.shape}, but the parameter is {shapes[path]}"
             )
-    return result
+    return tuple(found)
 
 
-def _applied(rule: TensorRule, names: Set[str]) -> list[_Application]:
+def _applied(rule: TensorRule, names: Set[str]) -> list[AppliedRule]:
 
     def at(texts: tuple[str, ...], layer: int) -> tuple[str, ...]:
         return tuple(text.format(layer=layer, number=layer + 1) for text in texts)
 
     if not any(re.search(r"\{(layer|number)\}", name) for name in rule.theirs):
-        return [_Application(rule, rule.ours, None, rule.theirs)]
+        return [AppliedRule(rule, None, rule.ours, rule.theirs)]
     stacked = not any("{" in path for path in rule.ours)
     layered = rule.theirs if stacked else (*rule.theirs, *rule.ours)
     depth = 0
@@ -114,7 +75,7 @@ def _applied(rule: TensorRule, names: Set[str]) -> list[_Application]:
     if not depth:
         raise UserError(f"the module has no tensor {rule.theirs[0].format(layer=0, number=1)}")
     return [
-        _Application(rule, at(rule.ours, i), i if stacked else None, at(rule.theirs, i))
+        AppliedRule(rule, i if stacked else None, at(rule.ours, i), at(rule.theirs, i))
         for i in range(depth)
     ]
 
@@ -132,8 +93,3 @@ def _once(
             raise UserError(f"{what} {name} is in no rule{also}")
     if what == "parameter" and (unknown := [path for path in counts if path not in existing]):
         raise UserError(f"the function has no parameter {unknown[0]}; it has {', '.join(existing)}")
-
-
-def tensor_shapes(tensors: Iterable[tuple[str, Any]]) -> dict[str, tuple[int, ...]]:
-    """Returns shapes by name."""
-    return {name: tuple(tensor.shape) for name, tensor in tensors}

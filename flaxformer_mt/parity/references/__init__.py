@@ -8,7 +8,6 @@ configuration fields, because they are what the comparison verifies.
 
     reference = build("tunz", d_model=64, num_heads=8, source_vocab_size=100, ...)
     logits = reference(source, target_input)
-    logits, attention = reference(source, target_input, return_attention=True)
 
 Tokens `source` [B, S] and `target_input` [B, T] are int64, the same as our model's; logits
 [B, T, V]. Inside, `forward` of stacks, layers and their parts maps vectors [B, T, D] to [B, T, D];

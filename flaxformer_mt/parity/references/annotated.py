@@ -172,8 +172,6 @@ class Generator(nn.Module):
 class Transformer(common.EncoderDecoder):
     """The published `EncoderDecoder`: embeddings, stacks and generator."""
 
-    attention = MultiHeadedAttention
-
     def __init__(self, config: TransformerConfig, source_attention: SourceAttention) -> None:
         super().__init__(config)
         attentions = ("self_attn", source_attention)
@@ -189,7 +187,7 @@ class Transformer(common.EncoderDecoder):
         common.xavier_uniform(self)
         common.tie(config, self.src_embed[0].lut, self.tgt_embed[0].lut, self.generator.proj)
 
-    def logits(self, source: Tensor, target_input: Tensor, *masks: Tensor) -> Tensor:
+    def forward(self, source: Tensor, target_input: Tensor, *masks: Tensor) -> Tensor:
         visible, target_visible = self.masks(source, target_input)
         memory = self.encoder(self.src_embed(source), visible)
         x = self.decoder(self.tgt_embed(target_input), target_visible, memory, visible)

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +15,6 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.parity.trace import (
     Tap,
     for_layers,
-    request_weights,
     softmax_input,
     softmax_output,
 )
@@ -31,22 +30,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class Attention(NamedTuple):
-    """The attention weights of every layer, one tensor per layer."""
-
-    encoder_self: list[Tensor]
-    """[B, H, S, S]"""
-    decoder_self: list[Tensor]
-    """[B, H, T, T]"""
-    decoder_cross: list[Tensor]
-    """[B, H, T, S]"""
-
-
 class EncoderDecoder(nn.Module):
     """The interface of the references, with sub-modules `encoder` and `decoder`."""
 
-    attention: type[nn.Module]
-    """The class of the attention modules, which return the context and the weights."""
     encoder: Any
     """Takes (source [B, S], its mask [B, 1, S])."""
     decoder: Any
@@ -56,15 +42,7 @@ class EncoderDecoder(nn.Module):
         super().__init__()
         self.pad_id = config.pad_id
 
-    def forward(
-        self, source: Tensor, target_input: Tensor, *masks: Tensor, return_attention: bool = False
-    ) -> Tensor | tuple[Tensor, Attention]:
-        """Returns the logits [B, T, V] and, on request, the attention weights."""
-        with _attention_weights(self) as weights:
-            logits = self.logits(source, target_input, *masks)
-        return (logits, weights) if return_attention else logits
-
-    def logits(self, source: Tensor, target_input: Tensor, *masks: Tensor) -> Tensor:
+    def forward(self, source: Tensor, target_input: Tensor, *masks: Tensor) -> Tensor:
         """Returns [B, T, V] for source [B, S] and target_input [B, T]."""
         visible, target_visible = self.masks(source, target_input)
         encoded = self.encoder(source, visible)
@@ -78,30 +56,6 @@ class EncoderDecoder(nn.Module):
     def project(self, x: Tensor) -> Tensor:
         """[B, T, D] to [B, T, V]."""
         return self.get_submodule("generator")(x)
-
-
-@contextlib.contextmanager
-def _attention_weights(model: EncoderDecoder) -> Iterator[Attention]:
-    weights = Attention([], [], [])
-
-    def keep(in_encoder, module, args, output):
-        found = weights.decoder_self if args[0] is args[1] else weights.decoder_cross
-        (weights.encoder_self if in_encoder else found).append(output[1])
-
-    # PyTorch's own have to be asked for weights. The hooks also keep its layers off the inference
-    # fast path.
-    handles = []
-    for name, module in model.named_modules():
-        if isinstance(module, model.attention):
-            in_encoder = "encoder" in name.split(".")
-            handles.append(module.register_forward_hook(functools.partial(keep, in_encoder)))
-        if isinstance(module, nn.MultiheadAttention):
-            handles.append(module.register_forward_pre_hook(request_weights, with_kwargs=True))
-    try:
-        yield weights
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def in_turn(layers: Any, x: Tensor, *masks_and_memory: Tensor) -> Tensor:

@@ -107,8 +107,6 @@ class Layer(nn.Module):
 class Layers(common.EncoderDecoder):
     """Encoder layers, then decoder layers that attend to their output."""
 
-    attention = MultiHeadAttention
-
     def __init__(self, config: TransformerConfig, published_head_join: bool = False) -> None:
         super().__init__(config)
 
@@ -120,7 +118,7 @@ class Layers(common.EncoderDecoder):
         self.encoder = layers(config.num_encoder_layers, attends_to_source=False)
         self.decoder = layers(config.num_decoder_layers, attends_to_source=True)
 
-    def logits(self, source: Tensor, target_input: Tensor, *masks: Tensor) -> Tensor:
+    def forward(self, source: Tensor, target_input: Tensor, *masks: Tensor) -> Tensor:
         """Returns [B, T, D]; `masks`: source [B, 1, S], target [B, T, T]: True = attend."""
         source_mask, target_mask = masks
         encoded = common.in_turn(self.encoder, source, source_mask)

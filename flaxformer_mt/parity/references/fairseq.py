@@ -170,8 +170,6 @@ class Decoder(Stack):
 class TransformerModel(common.EncoderDecoder):
     """The whole model."""
 
-    attention = MultiheadAttention
-
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config)
         target = _embedding(config, config.target_vocab_size)

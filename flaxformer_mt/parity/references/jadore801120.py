@@ -138,8 +138,6 @@ class Stack(nn.Module):
 class Transformer(common.EncoderDecoder):
     """The whole model."""
 
-    attention = MultiHeadAttention
-
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config)
         source, target = config.source_vocab_size, config.target_vocab_size

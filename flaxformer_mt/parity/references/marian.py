@@ -21,23 +21,14 @@ from flaxformer_mt.parity.trace import Tap
 class _Forward:
     config: Any
 
-    def forward(
-        self, source: Tensor, target_input: Tensor, return_attention: bool = False
-    ) -> Tensor | tuple[Tensor, common.Attention]:
+    def forward(self, source: Tensor, target_input: Tensor) -> Tensor:
         padding: Any = source == self.config.pad_token_id
         outputs: Any = super().forward(  # type: ignore[misc]
             input_ids=source,
             attention_mask=(~padding).long(),
             decoder_input_ids=target_input,
             use_cache=False,
-            output_attentions=return_attention,
         )
-        if return_attention:
-            return outputs.logits, common.Attention(
-                list(outputs.encoder_attentions),
-                list(outputs.decoder_attentions),
-                list(outputs.cross_attentions),
-            )
         return outputs.logits
 
 

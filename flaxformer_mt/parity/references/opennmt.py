@@ -261,8 +261,6 @@ class Stack(nn.Module):
 class NMTModel(common.EncoderDecoder):
     """The whole model."""
 
-    attention = MultiHeadedAttention
-
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config)
         encoder = [TransformerEncoderLayer(config) for _ in range(config.num_encoder_layers)]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.parity.references import common
-from flaxformer_mt.parity.trace import Tap, time_major
+from flaxformer_mt.parity.trace import Tap, request_weights, time_major
 
 
 class PositionalEncoding(nn.Module):
@@ -46,8 +46,6 @@ class TokenEmbedding(nn.Module):
 
 class Seq2SeqTransformer(common.EncoderDecoder):
     """The whole model; `batch_first` is the layout inside `transformer`, forward has [B, ...]."""
-
-    attention = nn.MultiheadAttention
 
     def __init__(self, config: TransformerConfig, batch_first: bool = False) -> None:
         super().__init__(config)
@@ -81,9 +79,13 @@ class Seq2SeqTransformer(common.EncoderDecoder):
         self.tgt_tok_emb = TokenEmbedding(config, config.target_vocab_size)
         self.positional_encoding = PositionalEncoding(config)
         common.xavier_uniform(self)
+        for part in self.modules():
+            # The hook also keeps its layers off the inference fast path.
+            if isinstance(part, nn.MultiheadAttention):
+                part.register_forward_pre_hook(request_weights, with_kwargs=True)
         common.tie(config, self.src_tok_emb.embedding, self.tgt_tok_emb.embedding, self.generator)
 
-    def logits(self, source: Tensor, target_input: Tensor, *masks: Tensor) -> Tensor:
+    def forward(self, source: Tensor, target_input: Tensor, *masks: Tensor) -> Tensor:
         padding = source == self.pad_id
         x = self.positional_encoding(self.src_tok_emb(source.T))  # [S, B, D]
         y = self.positional_encoding(self.tgt_tok_emb(target_input.T))  # [T, B, D]

@@ -107,7 +107,6 @@ class Stack(nn.Module):
 class Transformer(common.EncoderDecoder):
     """The whole model; its output projection is always the target embedding."""
 
-    attention = MultiHeadAttention
     inv_timescales: Tensor
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -140,7 +139,7 @@ class Transformer(common.EncoderDecoder):
         steps = torch.arange(num_timescales, dtype=torch.get_default_dtype())
         self.register_buffer("inv_timescales", torch.exp(steps * -increment))
 
-    def logits(self, source: Tensor | None, target_input: Tensor, *masks: Tensor) -> Tensor:
+    def forward(self, source: Tensor | None, target_input: Tensor, *masks: Tensor) -> Tensor:
         """Returns [B, T, V] for source [B, S], which a language model does not read."""
         encoded: tuple[Tensor, ...] = ()
         if self.has_inputs and source is not None:

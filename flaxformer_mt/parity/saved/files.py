@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.errors import UserError
+from flaxformer_mt.errors import UserError, prefixed
 from flaxformer_mt.input_files import open_regular
 from flaxformer_mt.interop.formats.hub_families import HUB_FAMILIES
 from flaxformer_mt.parity.recipes import recipe
@@ -68,13 +68,11 @@ def check_sites(values: Values, config: TransformerConfig) -> None:
 
 def _arrays(path: Path) -> dict[str, np.ndarray]:
     try:
-        with open_regular(path) as file:
+        with prefixed(f"{path}: "), open_regular(path) as file:
             content = np.load(file, allow_pickle=False)
             if isinstance(content, np.ndarray):
                 return {"logits": content}
             return {name: content[name] for name in content.files}
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from error
     except (EOFError, OSError, ValueError, zipfile.BadZipFile, zlib.error) as error:
         raise UserError(f"{path} is not an .npz file of arrays: {error}") from error
 

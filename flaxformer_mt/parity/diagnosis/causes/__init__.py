@@ -17,11 +17,9 @@ well, the first is reported.
 from flaxformer_mt.parity.diagnosis.causes import (
     attention,
     embeddings,
-    losses,
-    norms,
     order,
     projections,
     sublayers,
 )
 
-__all__ = ["attention", "embeddings", "losses", "norms", "order", "projections", "sublayers"]
+__all__ = ["attention", "embeddings", "order", "projections", "sublayers"]
