@@ -12,6 +12,7 @@ from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE
 from flaxformer_mt.decoding.scoring.alignment import (
     align,
     align_words,
+    aligned_words,
     copy_unknown,
     pharaoh,
     without_ends,
@@ -55,6 +56,22 @@ def test_words_start_with_a_space_or_the_text():
     assert words([]) == []
 
 
+@pytest.mark.parametrize(
+    ("pieces", "groups"),
+    [
+        (["▁これ", "は", "ペン", "です", "。"], [0, 1, 2, 3, 4]),
+        (["▁", "ฉัน", "รัก", "กาแฟ"], [0, 0, 1, 2]),
+        (["▁我们", "今天早上去喝", "▁c", "af", "é", "很好的咖啡"], [0, 1, 2, 2, 2, 3]),
+        (["▁これ", "▁は", "▁ペ", "ン"], [0, 1, 2, 2]),  # Segmented text has words.
+        (["▁a", "b", "▁これ"], [0, 0, 1]),
+        (SOURCE_PIECES, [0, 1, 1, 2]),
+        ([], []),
+    ],
+)
+def test_pieces_are_words_where_no_spaces_separate_them(pieces, groups):
+    assert aligned_words(pieces) == groups
+
+
 def test_words_match_the_text(talker):
     texts = [*sentences(5, longest=6), "  ein ☃  Hund. ", "x", ""]
     for text, pieces in zip(texts, talker.tokenizers.source.split(texts), strict=True):
@@ -96,6 +113,11 @@ class Vocabulary:
 def test_unknown_tokens_become_the_word_that_they_attend_to(target, attended, text):
     attention = np.eye(4)[list(attended)] if attended else np.zeros((0, 4))
     assert copy_unknown(target, attention, SOURCE_PIECES, Vocabulary()) == text
+
+
+def test_unknown_tokens_become_pieces_where_no_spaces_separate_words():
+    pieces = ["▁これ", "は", "ペン", "です"]
+    assert copy_unknown((0, 0), np.eye(4)[[0, 2]], pieces, Vocabulary()) == "これペン"
 
 
 def test_without_a_source_word_unknown_tokens_stay():
