@@ -177,7 +177,8 @@ class DataConfig(_WithColumns):
     character_coverage: float = option(1.0, FieldRole.VOCABULARY, lowest=0.98, highest=1)
     """Share of the corpus' characters that the vocabulary covers."""
     tokenizer_path: str = option("", FieldRole.VOCABULARY)
-    """Run folder, or its `tokenizer` folder, whose vocabulary is used instead of a learned one."""
+    """Vocabulary to use instead of a learned one: a SentencePiece model, one for each side
+    ("en.model,de.model"), or a run folder. Special tokens are those of the vocabulary."""
     subword_sampling: float = option(0.0, FieldRole.ROWS, lowest=0, highest=1)
     """Sample a new segmentation of each source every time it is used. bpe: the probability of
     skipping a merge (BPE-dropout; 0.1 is usual); unigram: the exponent of a segmentation's
