@@ -8,7 +8,7 @@ file (docs/data.md).
 the command line.
 
 Devices, from the compilers (benchmarks/accelerators.py): a step of 16,384 target positions needs
-2.1 of the 80 GiB of one H100, without any mesh.
+2.4 of the 80 GiB of one H100, without any mesh.
 """
 
 from flaxformer_mt.config import (

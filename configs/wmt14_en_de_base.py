@@ -13,7 +13,7 @@ Datasets, which needs TensorFlow once, to prepare it:
 A folder that `flaxformer-mt prepare` made of your own copy needs none: --data.path=FOLDER.
 
 Devices, from the compilers (benchmarks/accelerators.py): a step of 16,384 target positions needs
-3.6 GiB of one H100 (80 GiB), without any mesh; one of 8,192 per chip needs 2.9 of the 16 GiB of
+3.8 GiB of one H100 (80 GiB), without any mesh; one of 8,192 per chip needs 2.9 of the 16 GiB of
 each TPU of v5e:4x4, with parallel.fsdp=4.
 
 Source: Vaswani et al. 2017, sections 5 and 6.1, table 3, "base". Its batches hold about 25,000
@@ -47,7 +47,7 @@ def get_config() -> ExperimentConfig:
             num_decoder_layers=6,
             dropout_rate=0.1,
             dtype="bfloat16",
-            # On a GPU: an eighth less temporary memory, for 2% more time.
+            # On a GPU: a seventh less temporary memory, for 2% more time.
             remat="projections",
         ),
         data=DataConfig(

@@ -6,7 +6,7 @@
 The text, and how to get it, is that of wmt14_en_de_base.py.
 
 Devices, from the compilers (benchmarks/accelerators.py): a step of 16,384 target positions needs
-8.1 GiB of one H100 (80 GiB), without any mesh. With model.scan_layers=True, one of as many per
+8.3 GiB of one H100 (80 GiB), without any mesh. With model.scan_layers=True, one of as many per
 device needs 10.3 GiB of each of eight, with parallel.fsdp=8 (benchmarks/scaling.py).
 
 Source: Vaswani et al. 2017, section 6.1 and table 3, "big". It averages the last 20 checkpoints,

@@ -8,7 +8,9 @@
 Imports the standard library only, so that programs can install it before all other imports.
 """
 
+import atexit
 import contextlib
+import functools
 import os
 import signal
 import socket
@@ -16,6 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
 
 from flaxformer_mt.exit_codes import ExitCode
 
@@ -75,6 +78,11 @@ class Interruption:
         self._restore.callback(signal.set_wakeup_fd, previous)
         for number in _SIGNALS:
             self._restore.callback(signal.signal, number, signal.getsignal(number))
+        self._restore.callback(setattr, sys, "unraisablehook", sys.unraisablehook)
+        sys.unraisablehook = functools.partial(self._raise_again, sys.unraisablehook)
+        if self._until_exit:
+            # Python gives all other signals their default action, which ends it, while it exits.
+            atexit.register(_ignore_signals)
         watcher.start()
         self.install_handlers()
         return self
@@ -133,13 +141,24 @@ class Interruption:
             return
         if _is_importing(frame):
             # An exception in the initialization of a compiled module may crash, or be lost.
-            timer = threading.Timer(_RETRY_SECONDS, self._retry, [number])
-            timer.daemon = True
-            timer.start()
-            self._is_handled = False
+            self._retry_soon(number)
         else:
             self.is_abrupt = True
             self._interrupt()
+
+    def _raise_again(self, report: Callable[[Any], object], ignored: Any) -> None:
+        """Python ignores exceptions in destructors and in callbacks of its garbage collection."""
+        if isinstance(ignored.exc_value, Interrupted):
+            self._is_raised = False
+            self._retry_soon(signal.Signals[self._name])
+        else:
+            report(ignored)
+
+    def _retry_soon(self, number: int) -> None:
+        timer = threading.Timer(_RETRY_SECONDS, self._retry, [number])
+        timer.daemon = True
+        timer.start()
+        self._is_handled = False
 
     def _retry(self, number: int) -> None:
         self._num_retries += 1
@@ -212,6 +231,11 @@ def _is_importing(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _ignore_signals() -> None:
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _say(line: str) -> None:

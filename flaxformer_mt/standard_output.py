@@ -9,6 +9,9 @@ import os
 import sys
 from typing import Any, TextIO
 
+_PROXIED = "rich_proxied_file"
+"""Attribute of the standard output that rich installs below a status line: the one before."""
+
 
 def discard_output() -> None:
     """Makes standard output a stream whose writes always succeed."""
@@ -41,15 +44,18 @@ class BestEffortOutput:
         self._attempt("flush")
 
     def __getattr__(self, name: str) -> Any:
+        if name == _PROXIED:  # Rich would write there, past this object.
+            raise AttributeError(name)
         return getattr(sys.stdout, name)
 
     def _attempt(self, method: str, *arguments: str) -> None:
-        if sys.stdout is self._failed:
+        stdout = getattr(sys.stdout, _PROXIED, sys.stdout)
+        if stdout is self._failed:
             return
         try:
-            getattr(sys.stdout, method)(*arguments)
+            getattr(stdout, method)(*arguments)
         except OSError as error:
-            self._failed = sys.stdout
+            self._failed = stdout
             discard_output()
             with contextlib.suppress(OSError):
                 print(

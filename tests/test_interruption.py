@@ -1,6 +1,8 @@
 """Signals and the lock, in processes of their own."""
 
 import contextlib
+import errno
+import gc
 import importlib
 import os
 import signal
@@ -9,6 +11,7 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -112,6 +115,66 @@ def test_a_swallowed_interruption_stops_training_before_it_begins():
             assert requested(1)
 
 
+class Closed:
+    """Receives a signal when it is destroyed."""
+
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0)
+
+
+def in_a_destructor():
+    Closed()
+
+
+def in_a_weak_reference():
+    target = Closed.__new__(type("Target", (), {}))
+    reference = weakref.ref(target, lambda _: Closed.__del__(target_of_signal))
+    del target
+    assert reference() is None
+
+
+def in_a_callback_of_garbage_collection():
+    def callback(phase, info):
+        gc.callbacks.remove(callback)
+        Closed.__del__(target_of_signal)
+
+    gc.callbacks.append(callback)
+    gc.collect()
+
+
+target_of_signal = None
+
+
+@pytest.mark.parametrize(
+    "receive", [in_a_destructor, in_a_weak_reference, in_a_callback_of_garbage_collection]
+)
+def test_where_python_ignores_exceptions_a_signal_still_stops_the_program(receive, capsys):
+    def main(interruption):
+        receive()
+        time.sleep(5)
+        pytest.fail("the signal was lost")
+
+    assert run_interruptibly("program", main) == ExitCode.INTERRUPTED
+    assert capsys.readouterr().err == "program: stopped by SIGTERM; the same command continues\n"
+
+
+def test_a_signal_while_the_interpreter_exits_changes_no_exit_code():
+    script = """
+        import os, sys, time
+        from flaxformer_mt.interruption import run_interruptibly
+        class Late:
+            def __del__(self, write=os.write, sleep=time.sleep):
+                write(1, b"ready\\n")
+                sleep(1)
+        late = Late()
+        sys.exit(run_interruptibly("program", lambda interruption: 0, until_exit=True))
+    """
+    with process(script) as running:
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(timeout=10) == ExitCode.SUCCESS
+
+
 UNRESPONSIVE = """
     import hashlib, sys
     from flaxformer_mt import interruption
@@ -206,6 +269,13 @@ def test_only_one_process_trains_in_a_folder(tmp_path):
         pass
 
 
+def test_a_name_that_is_not_utf_8_is_refused_before_anything_is_made(tmp_path):
+    folder = tmp_path / os.fsdecode(b"x\xff")
+    with pytest.raises(UserError, match=r"is not UTF-8: give a folder"), locked(folder):
+        pytest.fail("it cannot be written to")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("no folder")
     with (
@@ -239,9 +309,10 @@ def test_a_file_of_another_program_is_locked_but_not_written_to(tmp_path):
         assert (tmp_path / "lock").read_text() == "foreign"
 
 
-def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EACCES, errno.EINVAL, errno.EPERM])
+def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch, number):
     def flock(descriptor, operation):
-        raise OSError(38, "Function not implemented")
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr("fcntl.flock", flock)
     lines = []

@@ -176,6 +176,11 @@ class DataConfig(_WithColumns):
     """bpe, unigram: encode characters outside the vocabulary as bytes instead of <unk>."""
     character_coverage: float = option(1.0, FieldRole.VOCABULARY, lowest=0.98, highest=1)
     """Share of the corpus' characters that the vocabulary covers."""
+    # The vocabulary carries it; files of earlier versions, which do not have it, mean "none".
+    normalization: Literal["nfc", "nfkc", "none"] = option("nfc", FieldRole.START)
+    """Unicode normalization of all text that a learned vocabulary encodes, in training as in
+    translation. nfc: composed characters; nfkc: ligatures and full-width forms as ordinary letters,
+    too; none: text as it is. Vocabularies of data.tokenizer_path have their own."""
     tokenizer_path: str = option("", FieldRole.VOCABULARY)
     """Vocabulary to use instead of a learned one: a SentencePiece model, one for each side
     ("en.model,de.model"), or a run folder. Special tokens are those of the vocabulary."""
@@ -281,8 +286,10 @@ def _ignores_path(corpus: str, train_corpora: tuple[CorpusConfig, ...], path: st
 def of_earlier_versions(values: dict[str, Any]) -> dict[str, Any]:
     """Returns the values of `DataConfig` that a file of an earlier version means.
 
-    It may have some without effect, and its held-out pairs were chosen by their sources.
+    It may have some without effect, its held-out pairs were chosen by their sources, and its text
+    was not normalized.
     """
+    values = {"normalization": "none", **values}
     if values.get("hold_out"):
         values = {"hold_out_rule": "source", **values}
     ignored = _ignores_path(

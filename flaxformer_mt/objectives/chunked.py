@@ -20,8 +20,9 @@ from flaxformer_mt.objectives.losses import (
     smoothed_label,
 )
 
-MAX_CHUNK_LOGITS = {"cpu": 2**22, "gpu": 2**27, "tpu": 2**27}
-"""The size of a chunk by platform: what fits into a CPU's caches, or some hundred MiB."""
+MAX_CHUNK_LOGITS = {"cpu": 2**22, "gpu": 2**29, "tpu": 2**27}
+"""The size of a chunk by platform: what fits into a CPU's caches, a GiB of bfloat16 on GPUs, where
+each chunk reads and writes the sum of the table's gradients again, or some hundred MiB on TPUs."""
 
 
 class Chunk(NamedTuple):

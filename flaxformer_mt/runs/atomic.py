@@ -10,6 +10,7 @@ else is deleted, and no file is opened through a symbolic link.
 """
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import os
@@ -31,11 +32,13 @@ _MARK = (
 )
 _REPLACED = MARKER + "-replaced"
 _OWNER = re.compile(rb"(\d+ on [\w.-]+)?\n?")
-# Errors of file systems that do not support locks.
-# Errors of file systems that do not lock, or do not lock folders (NFS: EBADF).
+# Errors of file systems that do not lock, or do not lock folders (NFS: EBADF). The descriptor is
+# open, so a refusal (EACCES, EPERM) is of locks as such.
 _NO_LOCKS = {
-    errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP
+    errno.EACCES, errno.EBADF, errno.EINVAL, errno.EIO, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP,
+    errno.EOPNOTSUPP, errno.EPERM,
 }  # fmt: skip
+_HERE, _RENAME_EXCHANGE = -100, 2  # AT_FDCWD and the flag of renameat2(2).
 
 
 @contextlib.contextmanager
@@ -80,11 +83,24 @@ def new_folder(path: Path, *, replace: bool = False, parents: bool = False) -> I
         partial.mkdir()
         yield partial
         sync_tree(partial)
-        if replace and os.path.lexists(path):
-            path.replace(folder / _REPLACED)
-        # It may have been created in the meantime.
-        require_absent(path)
-        rename(partial, path)
+        if replace:
+            put(partial, path)
+        else:
+            # It may have been created in the meantime.
+            require_absent(path)
+            rename(partial, path)
+
+
+def make_folder(folder: Path) -> None:
+    """Creates a folder and its parents durably, unless they exist."""
+    if folder.is_dir():
+        return
+    try:
+        folder.mkdir(exist_ok=True)
+    except FileNotFoundError:
+        make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+    sync(folder.parent)
 
 
 @contextlib.contextmanager
@@ -148,6 +164,16 @@ def require_absent(path: Path) -> None:
     """Raises `UserError` if an output exists already."""
     if os.path.lexists(path):
         raise UserError(f"{path} exists: remove it, or choose another folder for the output")
+
+
+def require_utf8(folder: Path) -> None:
+    """Raises `UserError` for a name that is not UTF-8, to which Orbax cannot write."""
+    try:
+        str(folder.absolute()).encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{str(folder)!a} is not UTF-8: give a folder with another name, or set a UTF-8 locale"
+        ) from error
 
 
 def require_writable(folder: Path) -> None:
@@ -253,6 +279,33 @@ def rename(source: Path, target: Path) -> Path:
     return target
 
 
+def put(partial: Path, path: Path) -> None:
+    """Gives a complete folder of a workspace its name, durably, at which there may be another.
+
+    The other is deleted with the workspace. Where the file system can exchange two names, one of
+    the two has the name at any moment. Elsewhere neither has it for a moment; if the process is
+    killed then, the next write to the parent folder, or `remove_leftovers`, completes this.
+
+    Args:
+      partial: the folder, with the name that it will have.
+      path: its name, in the parent folder of the workspace.
+    """
+    if os.path.lexists(path):
+        if _exchange(partial, path):
+            sync(path.parent)
+            return
+        path.rename(partial.with_name(_REPLACED))
+    rename(partial, path)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Exchanges two names; returns False if the system or the file system cannot."""
+    exchange = getattr(ctypes.CDLL(None), "renameat2", None)
+    if exchange is None:
+        return False
+    return exchange(_HERE, os.fsencode(first), _HERE, os.fsencode(second), _RENAME_EXCHANGE) == 0
+
+
 def delete(path: Path) -> None:
     """Deletes a file, a folder, or a symbolic link but not its target."""
     if path.is_dir() and not path.is_symlink():
@@ -306,7 +359,7 @@ def _parents(folder: Path) -> Iterator[None]:
     missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     try:
         if missing:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
         yield
     except BaseException:
         for parent in missing:
@@ -318,9 +371,15 @@ def _parents(folder: Path) -> Iterator[None]:
 def _delete_workspace(folder: Path, descriptor: int) -> None:
     """Deletes a workspace, its marker last, so that an interrupted deletion can be repeated."""
     try:
-        for name in os.listdir(folder):
-            if name != MARKER:
-                delete(folder / name)
+        names = set(os.listdir(folder)) - {MARKER}
+        if _REPLACED in names:
+            for name in names - {_REPLACED}:
+                if not os.path.lexists(folder.parent / name):
+                    rename(folder / name, folder.parent / name)
+                    names.remove(name)
+        # What was replaced goes last: it tells that the rest is complete.
+        for name in sorted(names, key=lambda name: name == _REPLACED):
+            delete(folder / name)
     finally:
         os.close(descriptor)
     # Now that the lock is released, another process may do the same.

@@ -96,7 +96,7 @@ class Checkpoints:
             _require_writable_name(self._folder)
             problem = f"{self._folder} cannot be written to:"
             with _explained(problem):
-                self._folder.mkdir(parents=True, exist_ok=True)
+                atomic.make_folder(self._folder)
                 step_folders.remove_leftovers(self._folder)
                 with atomic.workspace(self._folder):
                     pass  # Fails now rather than at the first save.
@@ -110,7 +110,6 @@ class Checkpoints:
         newest = int(_from_first_process(np.int32(max(self._scores, default=-1))))
         self._latest = None if newest < 0 else newest
 
-        logging.getLogger("absl").addFilter(_is_not_raised)
         _complete_all_writes()
         # Folders are created before the threads start: if creation failed, these would wait for
         # them forever and keep the process from exiting.
@@ -331,9 +330,13 @@ def write_params(run_folder: str | Path, step: int, params: Mapping[str, Any]) -
     """Writes the first checkpoint of a run, of parameters only, which cannot be continued."""
     folder = step_folders.folder_of(run_folder)
     _require_writable_name(folder)
-    folder.mkdir(parents=True)
+    atomic.make_folder(folder)
     _complete_all_writes()
-    with atomic.workspace(folder) as workspace, contextlib.ExitStack() as stack:
+    with (
+        _explained(f"{folder} cannot be written:"),
+        atomic.workspace(folder) as workspace,
+        contextlib.ExitStack() as stack,
+    ):
         stack.callback(_wait_for_writes)
         partial = workspace / str(step)
         with _own_checkpointer() as orbax:
@@ -503,6 +506,7 @@ def _explained(problem: str, consequence: str = "") -> Iterator[None]:
 
 def _require_writable_name(folder: Path) -> None:
     """Orbax reads some names as patterns, and cannot write to such a folder."""
+    atomic.require_utf8(folder)
     for name in folder.absolute().parts:
         if re.search(r"\[.*\]|\\", name):
             raise UserError(
@@ -542,8 +546,10 @@ def _complete_all_writes() -> None:
     """Makes Orbax complete all writes of a checkpoint, also if one of them fails.
 
     By default it closes the event loop of the writes, and TensorStore prints a traceback at the end
-    of each of the others, whose files appear after those of the checkpoint were removed.
+    of each of the others, whose files appear after those of the checkpoint were removed. Orbax logs
+    the error, too, which is raised anyway.
     """
+    logging.getLogger("absl").addFilter(_is_not_raised)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Of Python 3.14.
         policy: Any = asyncio.get_event_loop_policy()

@@ -33,6 +33,7 @@ def locked(run_folder: str | Path, announce: Callable[[str], None] = print) -> I
     `UserError` if one does. On a file system without locks, `announce` is called with a warning.
     """
     run_folder = Path(run_folder)
+    atomic.require_utf8(run_folder)
 
     def refuse(owner: str) -> NoReturn:
         raise UserError(
@@ -42,7 +43,7 @@ def locked(run_folder: str | Path, announce: Callable[[str], None] = print) -> I
 
     with contextlib.ExitStack() as stack:
         try:
-            run_folder.mkdir(parents=True, exist_ok=True)
+            atomic.make_folder(run_folder)
         except FileExistsError as error:
             raise UserError(f"{run_folder} is not a folder: give another --workdir") from error
         except OSError as error:
@@ -226,7 +227,7 @@ def write_run(
     held_out: collections.Counter[str] = collections.Counter()
     for corpus in corpora.get("train", ()):
         held_out.update(corpus.division() if corpus.division else {})
-    workdir.mkdir(parents=True, exist_ok=True)
+    atomic.make_folder(workdir)
     data_file.write(
         workdir,
         {
@@ -246,7 +247,7 @@ def write_run(
         elif path.exists():
             shutil.rmtree(path)
     for name, content in files.items():
-        (workdir / name).parent.mkdir(exist_ok=True)
+        atomic.make_folder((workdir / name).parent)
         atomic.write_bytes(workdir / name, content)
     atomic.write_text(workdir / layout.CONFIG, configuration.to_json(experiment))
 

@@ -47,10 +47,16 @@ def steps_in(folder: Path) -> list[int]:
     )
 
 
+def _recovered_steps_in(folder: Path) -> list[int]:
+    # A process may have been killed while it replaced a checkpoint, which then has no name.
+    atomic.remove_leftovers(folder)
+    return steps_in(folder)
+
+
 def has_any(run_folder: str | Path) -> bool:
     """Returns whether a run has checkpoints, counting those that were set aside as damaged."""
     folder = folder_of(run_folder)
-    return bool(steps_in(folder)) or any(folder.glob(f"*{_DAMAGED}*"))
+    return bool(_recovered_steps_in(folder)) or any(folder.glob(f"*{_DAMAGED}*"))
 
 
 @contextlib.contextmanager
@@ -120,7 +126,7 @@ def remove_leftovers(folder: Path) -> None:
 
 def choose(folder: Path, checkpoint: CheckpointSelector) -> int:
     """Returns the selected step; `UserError` if there is none, or a damaged one may be the best."""
-    steps = steps_in(folder)
+    steps = _recovered_steps_in(folder)
     if not steps:
         raise UserError(f"{folder} holds no checkpoint: train until one is written")
     if checkpoint == "last":
@@ -189,14 +195,14 @@ def check_run(record: Mapping[str, Any], path: Path, run_id: str | None) -> None
 def commit(folder: Path, partial: Path, record: Mapping[str, Any]) -> None:
     """Completes a partial checkpoint and gives it its name, durably.
 
-    It replaces a checkpoint of the same step, which is moved beside the partial one.
+    It replaces a checkpoint of the same step, which is deleted with the workspace.
     """
     (partial / layout.PROGRESS).write_text(json.dumps(record) + "\n", encoding="utf-8")
     write_manifest(partial)
     path = folder / partial.name
-    if (path / layout.PROGRESS).exists():
-        path.rename(partial.with_name("replaced"))
-    atomic.rename(partial, path)
+    # Nothing else that has the name is replaced.
+    give_name = atomic.put if (path / layout.PROGRESS).exists() else atomic.rename
+    give_name(partial, path)
 
 
 def make_record(

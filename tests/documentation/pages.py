@@ -20,6 +20,7 @@ REASONS = {
     "needs several machines",
     "needs a download",
     "takes hours",
+    "takes minutes, and needs jax[cuda13]",
     "does not end",
     "needs your model",
 }

@@ -1,7 +1,9 @@
 """Files and folders appear complete and durable, or not at all."""
 
 import contextlib
+import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -108,6 +110,76 @@ def test_what_a_killed_process_left_is_removed_by_the_next_write(tmp_path, creat
     assert leftover.name != "killed"
     atomic.write_text(tmp_path / "next", "text")
     assert [path.name for path in tmp_path.iterdir()] == ["next"]
+
+
+# Kills a process at the Nth call by which it changes names, or flushes them.
+KILLED_AT = """
+    import os, signal, sys
+    from pathlib import Path
+    from flaxformer_mt.runs import atomic
+
+    number, can_exchange, remaining = sys.argv[1], sys.argv[2] == "True", [int(sys.argv[1])]
+    def counted(function):
+        def call(*arguments, **options):
+            if not remaining[0]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            remaining[0] -= 1
+            return function(*arguments, **options)
+        return call
+    for name in ("open", "write", "fsync", "mkdir", "rename", "replace", "unlink", "rmdir"):
+        setattr(os, name, counted(getattr(os, name)))
+    atomic._exchange = counted(atomic._exchange) if can_exchange else lambda *names: False
+    with atomic.new_folder(Path(sys.argv[3]), replace=True) as partial:
+        (partial / "content").write_text("new")
+"""
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_folder_that_is_replaced_is_there_whenever_the_process_is_killed(tmp_path, can_exchange):
+    path, found = tmp_path / "folder", []
+    for number in range(100):
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir()
+        (path / "content").write_text("old")
+        script = [sys.executable, "-c", textwrap.dedent(KILLED_AT)]
+        code = subprocess.run([*script, str(number), str(can_exchange), path]).returncode
+        assert path.exists() or not can_exchange
+        atomic.remove_leftovers(tmp_path)
+        assert [entry.name for entry in tmp_path.iterdir()] == ["folder"]
+        found.append((path / "content").read_text())
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+    assert code == 0
+    assert found == sorted(found, reverse=True)
+    assert {*found} == {"old", "new"}
+
+
+def test_a_replacement_whose_second_renaming_fails_is_completed(tmp_path, monkeypatch):
+    rename = atomic.rename
+    calls = []
+
+    def failing(source, target):
+        calls.append(source)
+        if len(calls) == 1:
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(source, target)
+
+    (tmp_path / "folder").mkdir()
+    monkeypatch.setattr(atomic, "_exchange", lambda *names: False)
+    monkeypatch.setattr(atomic, "rename", failing)
+    with (
+        pytest.raises(UserError, match="Input/output error"),
+        atomic.new_folder(tmp_path / "folder", replace=True) as partial,
+    ):
+        (partial / "new").touch()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["folder"]
+    assert [entry.name for entry in (tmp_path / "folder").iterdir()] == ["new"]
+
+
+def test_the_names_of_new_parents_are_flushed(tmp_path, calls):
+    atomic.make_folder(tmp_path / "a" / "b")
+    assert [path for name, path in calls if name == "fsync"] == [tmp_path.name, "a"]
 
 
 def test_what_a_living_process_is_writing_is_not_removed(tmp_path):

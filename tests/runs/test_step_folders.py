@@ -4,6 +4,10 @@ import errno
 import fcntl
 import os
 import shutil
+import signal
+import subprocess
+import sys
+import textwrap
 
 import chex
 import jax
@@ -15,6 +19,7 @@ from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs import averaging, checkpoint, step_folders
 from flaxformer_mt.runs.averaging import average_run
 from flaxformer_mt.runs.checkpoint import Checkpoints, restore_params, whole_checkpoints
+from flaxformer_mt.runs.manifest import damage
 from flaxformer_mt.training.state import TrainState
 
 
@@ -74,6 +79,47 @@ def test_without_locks_checkpoints_are_removed_at_once(run, without_locks):
         assert is_there
         save(run, 4, keep_last=1)
     assert entries(run) == ["4"]
+
+
+def restore_step(run):
+    return step_folders.choose(run / "checkpoints", "last")
+
+
+KILLED = """
+    import os, signal, sys
+    from pathlib import Path
+    from flaxformer_mt.runs import atomic, step_folders
+
+    folder = Path(sys.argv[1])
+    atomic._exchange = lambda *names: False
+    with atomic.workspace(folder) as workspace:
+        partial = workspace / "3"
+        (partial / "params").mkdir(parents=True)
+        (partial / "params" / "new").touch()
+        atomic.rename = lambda *names: os.kill(os.getpid(), signal.SIGKILL)
+        step_folders.atomic.write_text = lambda path, text: path.write_text(text)
+        step_folders.commit(folder, partial, step_folders.make_record("loss", {}, {}, None))
+"""
+
+
+@pytest.mark.parametrize("by", [step_folders.has_any, lambda run: restore_step(run) == 3])
+def test_a_kill_between_the_two_renamings_of_a_commit_loses_nothing(run, by):
+    folder = run / "checkpoints"
+    for step in (1, 2):
+        remove(run, step)
+    script = [sys.executable, "-c", textwrap.dedent(KILLED), folder]
+    assert subprocess.run(script, check=False).returncode == -signal.SIGKILL
+    assert step_folders.steps_in(folder) == []
+    assert by(run)
+    assert entries(run) == ["3"]
+    assert damage(folder / "3") is None
+    assert (folder / "3" / "params" / "new").exists()
+
+
+def test_a_checkpoint_of_the_same_step_is_exchanged(run):
+    save(run, 3)
+    assert entries(run) == ["1", "2", "3"]
+    assert damage(run / "checkpoints" / "3") is None
 
 
 def then_remove(monkeypatch, module, name, action):

@@ -63,8 +63,8 @@ _DESCRIPTORS = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
 def stream_lines(path: Path) -> Iterator[str]:
     r"""Yields the lines of a UTF-8 text file, which may be compressed (`COMPRESSED`).
 
-    Lines end only with "\n" or "\r\n": other Unicode line separators, such as U+2028, are part of a
-    sentence. A leading byte order mark is removed.
+    Lines end only with "\n", "\r\n" or "\r\r\n": other Unicode line separators, such as
+    U+2028, are part of a sentence. A leading byte order mark is removed.
 
     Raises:
       UserError: the file is missing, empty, a damaged compressed file, not UTF-8, or has a line of
@@ -96,7 +96,7 @@ def lines_and_faults(path: Path) -> Iterator[str | Fault]:
                 continue
             lines = text.removesuffix("\n").split("\n")
             if "\r" in text:
-                lines = [line.removesuffix("\r") for line in lines]
+                lines = [line.rstrip("\r") for line in lines]
             yield from lines
 
 
@@ -458,4 +458,4 @@ def _decoded(lines: Iterable[bytes]) -> Iterator[str | Fault]:
                 "convert it to UTF-8",
             )
             continue
-        yield text.removesuffix("\n").removesuffix("\r")
+        yield text.removesuffix("\n").rstrip("\r")

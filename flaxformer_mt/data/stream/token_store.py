@@ -133,7 +133,7 @@ def _locked(cache_folder: Path) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         with atomic.explained(cache_folder):
-            cache_folder.mkdir(parents=True, exist_ok=True)
+            atomic.make_folder(cache_folder)
             stack.enter_context(atomic.locked(cache_folder / "lock", announce))
         yield
 

@@ -32,14 +32,19 @@ def open_model(model: bytes, name: str) -> sentencepiece.SentencePieceProcessor:
         raise UserError(f"{name} is not a SentencePiece model: {error}") from error
 
 
+def parse_model(model: bytes) -> Any:
+    """Returns the `ModelProto` of a model that `open_model` accepts."""
+    proto: Any = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
+    proto.ParseFromString(model)
+    return proto
+
+
 class TextSampler:
     """Segments texts into pieces at random, with a model from its file and from `open_model`."""
 
     def __init__(self, model: bytes, processor: sentencepiece.SentencePieceProcessor) -> None:
         self._processor = processor
-        proto: Any = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
-        proto.ParseFromString(model)
-        self._words = _word_sampler(proto, processor)
+        self._words = _word_sampler(parse_model(model), processor)
 
     def sample(self, texts: Sequence[str], seed: int, amount: float) -> list[list[int]]:
         """Returns the model's piece ids for each text; arguments as in `Tokenizer.sample`."""

@@ -1,8 +1,8 @@
 """SentencePiece vocabularies: encoding, decoding and training.
 
-Texts are not Unicode-normalized, so `decode(encode(text))` returns `text`, except that leading and
-trailing spaces are removed and runs of spaces become one. (Without `data.byte_fallback`, characters
-outside the vocabulary are decoded as " \u2047 ".)
+`decode(encode(text))` returns the text in the Unicode normalization of the vocabulary, except that
+leading and trailing spaces are removed and runs of spaces become one. (Without
+`data.byte_fallback`, characters outside the vocabulary are decoded as " \u2047 ".)
 """
 
 import functools
@@ -11,18 +11,29 @@ import io
 import itertools
 import logging
 import re
+import unicodedata
 from collections.abc import Sequence
+from typing import Literal
 
 import sentencepiece
 
 from flaxformer_mt.config import DataConfig
 from flaxformer_mt.data.corpora.text_files import MAX_LINE_BYTES
 from flaxformer_mt.data.tokenizers.base import Tokenizer
-from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE, WORD, TextSampler, open_model
+from flaxformer_mt.data.tokenizers.sentencepiece_model import (
+    SPACE,
+    WORD,
+    TextSampler,
+    open_model,
+    parse_model,
+)
 from flaxformer_mt.errors import UserError
 
 PAD_ID, BOS_ID, EOS_ID, UNK_ID = 0, 1, 2, 3
 """Special ids of the vocabularies trained here."""
+
+_FORMS: dict[str, Literal["NFC", "NFKC"]] = {"nfc": "NFC", "nfkc": "NFKC"}
+"""Normalization forms by the name that a model without a table of rules gives its rules."""
 
 _log = logging.getLogger(__name__)
 
@@ -36,6 +47,9 @@ class SentencePieceTokenizer(Tokenizer):
         self.model: bytes = model
         self.fingerprint = hashlib.sha256(model).hexdigest()
         self._processor = open_model(model, name)
+        rules = parse_model(model).normalizer_spec
+        # A model with a table of rules applies them itself.
+        self._form = None if rules.precompiled_charsmap else _FORMS.get(rules.name)
         self.vocab_size = self._processor.vocab_size()
         self.pad_id = self._processor.pad_id()
         self.bos_id = self._processor.bos_id()
@@ -43,15 +57,21 @@ class SentencePieceTokenizer(Tokenizer):
         self.unk_id = self._processor.unk_id()
 
     def encode_parts(self, texts: Sequence[str]) -> list[list[int]]:
-        encoded = self._processor.encode(list(texts))
+        texts = self._normalized(texts)
+        encoded = self._processor.encode(texts)
         return [
             self._processor.piece_to_id(self.split([text])[0]) if self.unk_id in tokens else tokens
             for text, tokens in zip(texts, encoded, strict=True)
         ]
 
     def split(self, texts: Sequence[str]) -> list[list[str]]:
-        split = self._processor.encode(list(texts), out_type=str)
+        split = self._processor.encode(self._normalized(texts), out_type=str)
         return [list(itertools.chain(*map(self._words, pieces))) for pieces in split]
+
+    def _normalized(self, texts: Sequence[str]) -> list[str]:
+        return (
+            [unicodedata.normalize(self._form, text) for text in texts] if self._form else [*texts]
+        )
 
     def _words(self, piece: str) -> list[str]:
         """Separates consecutive unknown words, of which SentencePiece makes one piece."""
@@ -63,7 +83,7 @@ class SentencePieceTokenizer(Tokenizer):
         return self._processor.id_to_piece(self._known(tokens))
 
     def sample(self, texts: Sequence[str], seed: int, amount: float) -> list[list[int]]:
-        return self._sampler.sample(texts, seed, amount)
+        return self._sampler.sample(self._normalized(texts), seed, amount)
 
     @functools.cached_property
     def _sampler(self) -> TextSampler:
@@ -86,6 +106,10 @@ def train_sentencepiece(
     """
     if not any(text.strip() for text in texts):
         raise UserError("the corpus has no text to learn a vocabulary from")
+    form = _FORMS.get(config.normalization)
+    if form:
+        texts = [unicodedata.normalize(form, text) for text in texts]
+        tags = [unicodedata.normalize(form, tag) for tag in tags]
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -121,7 +145,11 @@ def train_sentencepiece(
         raise UserError(
             f"SentencePiece cannot learn data.vocab_size={config.vocab_size} pieces: {reason}"
         ) from error
-    tokenizer = SentencePieceTokenizer(model.getvalue())
+    proto = parse_model(model.getvalue())
+    if form:
+        # Complete NFC reorders marks, which SentencePiece's tables of rules cannot express.
+        proto.normalizer_spec.name = config.normalization
+    tokenizer = SentencePieceTokenizer(proto.SerializeToString(deterministic=True))
     if tokenizer.vocab_size < config.vocab_size:
         _log.info(
             "the corpus yields %d pieces, fewer than data.vocab_size=%d",

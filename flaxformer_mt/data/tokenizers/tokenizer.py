@@ -219,7 +219,7 @@ class Tokenizers:
 
     def save(self, folder: str | Path) -> None:
         """Writes the vocabularies to a folder, for `load`."""
-        Path(folder).mkdir(parents=True, exist_ok=True)
+        atomic.make_folder(Path(folder))
         for name, content in self.files.items():
             atomic.write_bytes(Path(folder, name), content)
 

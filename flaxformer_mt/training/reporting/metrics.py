@@ -178,7 +178,7 @@ class TensorBoardWriter:
         from tensorboardX.proto.event_pb2 import Event, SessionLog
 
         with atomic.explained(self._folder):
-            self._folder.mkdir(parents=True, exist_ok=True)
+            atomic.make_folder(self._folder)
             self._events = EventsWriter(str(self._folder / "events"), f".{time.time_ns()}")
             start = SessionLog(status=SessionLog.START)
             self._events.write_event(Event(step=self._first_step + 1, session_log=start))
