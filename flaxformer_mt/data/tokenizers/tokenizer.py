@@ -113,21 +113,28 @@ class Tokenizers:
                 f"the vocabulary of data.tokenizer_path={given} has no end token: train it without "
                 "--eos_id=-1"
             )
-        words = tags(config)
-        for tag, pieces in zip(words, tokenizers.source.encode_parts(words), strict=True):
-            if tokenizers.source.unk_id in pieces:
-                raise UserError(
-                    f"the tag {tag} is unknown in the vocabulary of data.tokenizer_path={given}, "
-                    "and would not be seen by the model: use another tag or vocabulary"
-                )
-            if len(pieces) > 1:
-                _log.warning(
-                    "the tag %s is %d pieces in the vocabulary of data.tokenizer_path=%s",
-                    tag,
-                    len(pieces),
-                    given,
-                )
+        tokenizers._check_pieces("the tag", tokenizers.source, tags(config), given)
+        for side in (tokenizers.source, tokenizers.target):
+            tokenizers._check_pieces("data.keep_whole:", side, config.keep_whole, given)
         return tokenizers
+
+    @staticmethod
+    def _check_pieces(what: str, side: Tokenizer, words: Sequence[str], path: str) -> None:
+        for word, tokens in zip(words, side.encode_parts(words), strict=True):
+            if side.unk_id in tokens:
+                raise UserError(
+                    f"{what} {word} is unknown in the vocabulary of data.tokenizer_path={path}, "
+                    "and would not be seen by the model: use another one, or another vocabulary"
+                )
+            pieces = [piece.removeprefix(SPACE) for piece in side.pieces(tokens)]
+            if "".join(pieces) not in pieces:
+                _log.warning(
+                    "%s %s is %d pieces in the vocabulary of data.tokenizer_path=%s",
+                    what,
+                    word,
+                    len(tokens),
+                    path,
+                )
 
     @classmethod
     def _of_path(cls, path: str) -> "Tokenizers":
