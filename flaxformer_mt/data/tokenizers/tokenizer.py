@@ -10,8 +10,14 @@ from typing import Any, TypeVar
 from flaxformer_mt.config import DataConfig, TransformerConfig
 from flaxformer_mt.data.corpora.corpus import Corpus
 from flaxformer_mt.data.corpora.text_files import counted
-from flaxformer_mt.data.tokenizers import hub_tokenizer, m2m100_tokenizer, marian_tokenizer
+from flaxformer_mt.data.tokenizers import (
+    dictionary_tokenizer,
+    hub_tokenizer,
+    m2m100_tokenizer,
+    marian_tokenizer,
+)
 from flaxformer_mt.data.tokenizers.base import Tokenizer as Tokenizer
+from flaxformer_mt.data.tokenizers.dictionary_tokenizer import DictionaryTokenizer
 from flaxformer_mt.data.tokenizers.hub_tokenizer import HubTokenizer
 from flaxformer_mt.data.tokenizers.m2m100_tokenizer import M2M100Tokenizer
 from flaxformer_mt.data.tokenizers.marian_tokenizer import MarianTokenizer
@@ -58,6 +64,7 @@ _PUBLISHED: dict[tuple[str, ...], tuple[type[Any], tuple[str, ...]]] = {
     (hub_tokenizer.VOCABULARY_FILE,): (HubTokenizer, hub_tokenizer.FILES),
     (m2m100_tokenizer.PIECES_FILE,): (M2M100Tokenizer, m2m100_tokenizer.FILES),
     (marian_tokenizer.VOCABULARY_FILE,): _MARIAN,
+    dictionary_tokenizer.FILES[:2]: (DictionaryTokenizer, dictionary_tokenizer.FILES),
 }
 """The class and the files of each published vocabulary, by the files that identify it."""
 
