@@ -36,7 +36,7 @@ def test_run_folders_and_folders_of_opus_mt(trained_run, tmp_path):
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({}, "holds no model: it has neither config.json nor a file of Marian"),
+        ({}, "holds no model: it has no config.json, dict.txt or file of Marian"),
         ({"config.json": '{"model_type": "bert"}'}, "model_type=bert, which cannot be read; there"),
         ({"config.json": "[]"}, "config.json"),
         ({"a.npz": "", "b.npz": ""}, "has 2 models"),

@@ -1,6 +1,7 @@
 """Corpora, filters, vocabularies and the layout of batches."""
 
 import dataclasses
+import re
 from typing import Any, Literal, TypeAlias
 
 from flaxformer_mt.config.fields import (
@@ -181,8 +182,12 @@ class DataConfig(_WithColumns):
     """Unicode normalization of all text that a learned vocabulary encodes, in training as in
     translation. nfc: composed characters; nfkc: ligatures and full-width forms as ordinary letters,
     too; none: text as it is. Vocabularies of data.tokenizer_path have their own."""
+    keep_whole: tuple[str, ...] = option((), FieldRole.VOCABULARY)
+    """Texts without spaces that are one token wherever they occur, on both sides, such as the
+    placeholders <URL> <NUM>; bpe, unigram. (Tags are one token without this.)"""
     tokenizer_path: str = option("", FieldRole.VOCABULARY)
-    """Run folder, or its `tokenizer` folder, whose vocabulary is used instead of a learned one."""
+    """Vocabulary to use instead of a learned one: a SentencePiece model, one for each side
+    ("en.model,de.model"), or a run folder. Special tokens are those of the vocabulary."""
     subword_sampling: float = option(0.0, FieldRole.ROWS, lowest=0, highest=1)
     """Sample a new segmentation of each source every time it is used. bpe: the probability of
     skipping a merge (BPE-dropout; 0.1 is usual); unigram: the exponent of a segmentation's
@@ -213,6 +218,15 @@ class DataConfig(_WithColumns):
         self._require(
             not self.subword_sampling or self.tokenizer != "word" or self.tokenizer_path,
             "{subword_sampling} needs data.tokenizer=bpe or unigram",
+        )
+        self._require(
+            not self.keep_whole or self.tokenizer != "word" or self.tokenizer_path,
+            "{keep_whole} has no effect with data.tokenizer=word, whose words are one token each",
+        )
+        self._require(
+            all(map(_can_be_whole, self.keep_whole)),
+            "{keep_whole}: must be texts without spaces, and not the special tokens of a "
+            "vocabulary, <pad> <s> </s> <unk> and <0x00> to <0xFF>",
         )
         is_increasing = list(self.bucket_lengths) == sorted(set(self.bucket_lengths))
         self._require(
@@ -275,6 +289,11 @@ class DataConfig(_WithColumns):
         if self.batching == "buckets":
             return self.bucket_lengths[-1], self.bucket_lengths[-1]
         return self.source_row_length, self.target_row_length
+
+
+def _can_be_whole(text: str) -> bool:
+    is_special = text in ("<pad>", "<s>", "</s>", "<unk>") or re.fullmatch("<0x[0-9A-F]{2}>", text)
+    return not is_special and text.split() == [text] and not {"\u2581", "\u2585"} & set(text)
 
 
 def _ignores_path(corpus: str, train_corpora: tuple[CorpusConfig, ...], path: str) -> bool:

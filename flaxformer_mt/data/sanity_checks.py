@@ -120,15 +120,20 @@ def _cldr_texts(locale: Any) -> Iterator[str]:
 def check_unknown_rate(corpus: EncodedCorpus, config: DataConfig) -> None:
     """Rejects a corpus with more than `config.max_unknown_rate` unknown tokens on a side."""
     sides = {"source": corpus.report.sources, "target": corpus.report.targets}
-    change = "set data.byte_fallback, raise data.character_coverage"
-    if config.tokenizer == "word":
-        change = "raise data.vocab_size"
+    change = "set data.byte_fallback, raise data.character_coverage, or "
+    if config.tokenizer_path:
+        change = ""
+    elif config.tokenizer == "word":
+        change = (
+            "segment the words into subwords (docs/data.md), set data.tokenizer=bpe, raise "
+            f"data.vocab_size={config.vocab_size}, or "
+        )
     for side, report in sides.items():
         if report is not None and report.unknown_rate > config.max_unknown_rate:
             raise UserError(
                 f"{corpus.name}: {report.unknown_rate:.1%} of the {side} tokens are unknown "
                 f"(data.max_unknown_rate={config.max_unknown_rate:g}), such as "
-                f"{report.unknown_example!r}: {change}, or use a vocabulary made for this text"
+                f"{report.unknown_example!r}: {change}use a vocabulary made for this text"
             )
 
 

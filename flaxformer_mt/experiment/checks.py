@@ -98,6 +98,6 @@ def require_shared_vocabulary(model: TransformerConfig, tokenizers: Tokenizers) 
     if is_own and source.fingerprint != target.fingerprint and model.shares_source_and_target:
         raise UserError(
             f"model.tie_embeddings={model.tie_embeddings} gives both sides one table, but each has "
-            "a vocabulary of its own: set model.tie_embeddings=target_output or none, or "
-            "data.joint_vocabulary=True"
+            "a vocabulary of its own: set model.tie_embeddings=target_output or none, or use one "
+            "vocabulary (data.joint_vocabulary=True, or one file as data.tokenizer_path)"
         )

@@ -79,6 +79,7 @@ def prepare(
             check_vocabulary(Path(path))
         data = dataclasses.replace(given.data, tokenizer_path=path)
         tokenizers = Tokenizers.for_run(corpora["train"], data, given.model.has_inputs)
+        given = dataclasses.replace(given, model=tokenizers.with_ids(given.model))
         require_shared_vocabulary(given.model, tokenizers)
         if given.train.init_from and path != given.train.init_from:
             require_vocabulary(given.train.init_from, tokenizers)

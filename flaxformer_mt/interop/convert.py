@@ -34,6 +34,7 @@ BundleWriter = Callable[..., Notes]
 # Modules of `formats` with a function `read`, ...
 READERS = {
     **dict.fromkeys(HUB_FAMILIES, "huggingface"),
+    "fairseq": "fairseq_folder",
     "marian-native": "marian_folder",
     "jax": "jax_export",
 }

@@ -6,6 +6,7 @@ the folder would hold a different run. It is continued whole or not at all.
 
 import collections
 import contextlib
+import dataclasses
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -160,6 +161,10 @@ def holds_run(workdir: Path, experiment: ExperimentConfig) -> bool:
         )
     stored = read_config(workdir)
     changed = configuration.differences(stored, experiment)
+    if changed:
+        # The run took what was left open from its vocabulary.
+        model = read_tokenizers(workdir).with_ids(experiment.model)
+        changed = configuration.differences(stored, dataclasses.replace(experiment, model=model))
     starts = stored.train.init_from, experiment.train.init_from
     if starts[0] != starts[1] and not step_folders.has_any(workdir):
         # Before its first checkpoint, a run is continued from its start.
@@ -253,6 +258,7 @@ def with_stored_start(workdir: Path, experiment: ExperimentConfig) -> Experiment
     values = configuration.to_dict(experiment)
     for group, kind in groups().items():
         values[group] |= {name: stored[group][name] for name in names_with(kind, FieldRole.START)}
+    values["model"] |= {name: stored["model"][name] for name in ("pad_id", "bos_id", "eos_id")}
     return configuration.from_dict(values)
 
 

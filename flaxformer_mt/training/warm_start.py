@@ -91,6 +91,7 @@ def require_parameters(init_from: str, model: TransformerConfig) -> None:
         ) from error
     if is_folder:
         with prefixed(f"train.init_from={init_from}: "):
+            model = read_tokenizers(init_from).with_ids(model)
             _check_fields(read_config(init_from).model, model)
 
 

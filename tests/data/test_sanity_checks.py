@@ -147,7 +147,7 @@ def test_too_many_unknown_tokens_are_rejected():
         r", such as '猫': set data\.byte_fallback, raise data\.character_coverage",
     ):
         check_unknown_rate(corpus, CONFIG.data)
-    with pytest.raises(UserError, match=r"such as '猫': raise data\.vocab_size, or use"):
+    with pytest.raises(UserError, match=r"such as '猫': segment the .*vocab_size=10000, or use"):
         check_unknown_rate(corpus, dataclasses.replace(CONFIG.data, tokenizer="word"))
     check_unknown_rate(corpus, dataclasses.replace(CONFIG.data, max_unknown_rate=0.9))
     check_unknown_rate(encode_corpus(DIGITS, TOKENIZERS, CONFIG.model), CONFIG.data)

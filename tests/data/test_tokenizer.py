@@ -239,7 +239,7 @@ def test_the_vocabulary_of_another_run(tmp_path, folder):
 
 def test_a_missing_vocabulary(tmp_path):
     config = dataclasses.replace(CONFIG, tokenizer_path=str(tmp_path / "run"))
-    with pytest.raises(UserError, match=r"data\.tokenizer_path=.*run is not a folder"):
+    with pytest.raises(UserError, match=r"data\.tokenizer_path=.*run: there is no such file"):
         Tokenizers.for_run([], config)
 
 

@@ -261,7 +261,9 @@ def check_special_ids(tokenizers: Tokenizers, model: TransformerConfig) -> None:
         for tokenizer in (tokenizers.source, tokenizers.target):
             wanted = getattr(tokenizer, name)
             if given != wanted:
-                raise UserError(f"model.{name}={given}, but the tokenizer has {name}={wanted}")
+                raise UserError(
+                    f"model.{name}={given}, but the tokenizer has {name}={wanted}: leave it out"
+                )
     size, start = tokenizers.target.vocab_size, model.bos_id
     if start >= size:
         raise UserError(f"model.bos_id={start}, but the vocabulary has {size} tokens")

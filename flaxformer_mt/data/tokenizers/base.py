@@ -1,7 +1,7 @@
 """The base class of vocabularies.
 
 Implementations: `sentencepiece_tokenizer` and, for published models, `marian_tokenizer` (OPUS-MT),
-`m2m100_tokenizer` and `hub_tokenizer`.
+`m2m100_tokenizer`, `hub_tokenizer` and `dictionary_tokenizer` (fairseq).
 
 A tag ("<2de>", see `CorpusConfig.tag`) is a single piece: it is never split or merged.
 """
@@ -72,7 +72,7 @@ class Tokenizer(abc.ABC):
     def decode(self, sentences: Sequence[Sequence[int]]) -> list[str]:
         """Returns the text of each sentence up to its first `eos_id`, without special tokens.
 
-        Published vocabularies remove unknown tokens as well.
+        Published vocabularies other than fairseq's remove unknown tokens as well.
         """
 
     def with_first(self, tokens: Sequence[int]) -> list[int]:

@@ -67,7 +67,7 @@ def _word_sampler(
 
         def best_splits(word: str) -> list[list[int]]:
             text = without_space(word)
-            if word.startswith(whole):  # nbest_encode would split these, too.
+            if any(piece in word for piece in whole):  # nbest_encode would split these, too.
                 return [processor.encode(text)]
             return processor.nbest_encode(text, nbest_size=MOST_SPLITS)
 

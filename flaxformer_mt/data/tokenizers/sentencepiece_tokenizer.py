@@ -18,7 +18,6 @@ from typing import Literal
 import sentencepiece
 
 from flaxformer_mt.config import DataConfig
-from flaxformer_mt.data.corpora.text_files import MAX_LINE_BYTES
 from flaxformer_mt.data.tokenizers.base import Tokenizer
 from flaxformer_mt.data.tokenizers.sentencepiece_model import (
     SPACE,
@@ -36,6 +35,15 @@ _FORMS: dict[str, Literal["NFC", "NFKC"]] = {"nfc": "NFC", "nfkc": "NFKC"}
 """Normalization forms by the name that a model without a table of rules gives its rules."""
 
 _log = logging.getLogger(__name__)
+
+_LONGEST_TEXT = 2**30
+"""Limit of SentencePiece: the bytes of a text, which is left out if it is longer."""
+
+_LONG_WORD = re.compile("[^ ]{10000}(?=[^ ])")
+"""Part of a word so long that the probabilities of its segmentations underflow."""
+
+_LEFT_OUT = "\u2585"
+"""SentencePiece's own symbol: it learns nothing from a text with this character."""
 
 _REQUIRED = re.compile(r"Vocabulary size is smaller than required_chars\. \d+ vs (\d+)")
 
@@ -57,7 +65,7 @@ class SentencePieceTokenizer(Tokenizer):
         self.unk_id = self._processor.unk_id()
 
     def encode_parts(self, texts: Sequence[str]) -> list[list[int]]:
-        texts = self._normalized(texts)
+        texts = _normalized(self._form, texts)
         encoded = self._processor.encode(texts)
         return [
             self._processor.piece_to_id(self.split([text])[0]) if self.unk_id in tokens else tokens
@@ -65,13 +73,8 @@ class SentencePieceTokenizer(Tokenizer):
         ]
 
     def split(self, texts: Sequence[str]) -> list[list[str]]:
-        split = self._processor.encode(self._normalized(texts), out_type=str)
+        split = self._processor.encode(_normalized(self._form, texts), out_type=str)
         return [list(itertools.chain(*map(self._words, pieces))) for pieces in split]
-
-    def _normalized(self, texts: Sequence[str]) -> list[str]:
-        return (
-            [unicodedata.normalize(self._form, text) for text in texts] if self._form else [*texts]
-        )
 
     def _words(self, piece: str) -> list[str]:
         """Separates consecutive unknown words, of which SentencePiece makes one piece."""
@@ -83,7 +86,7 @@ class SentencePieceTokenizer(Tokenizer):
         return self._processor.id_to_piece(self._known(tokens))
 
     def sample(self, texts: Sequence[str], seed: int, amount: float) -> list[list[int]]:
-        return self._sampler.sample(self._normalized(texts), seed, amount)
+        return self._sampler.sample(_normalized(self._form, texts), seed, amount)
 
     @functools.cached_property
     def _sampler(self) -> TextSampler:
@@ -97,19 +100,26 @@ class SentencePieceTokenizer(Tokenizer):
         return [int(token) if token < self.vocab_size else self.unk_id for token in tokens]
 
 
+def _normalized(form: Literal["NFC", "NFKC"] | None, texts: Sequence[str]) -> list[str]:
+    return [unicodedata.normalize(form, text) for text in texts] if form else list(texts)
+
+
 def train_sentencepiece(
     texts: Sequence[str], config: DataConfig, tags: Sequence[str] = ()
 ) -> SentencePieceTokenizer:
-    """Learns a vocabulary; deterministic. Tags become one piece each.
+    """Learns a vocabulary; deterministic. Tags and `config.keep_whole` become one piece each.
 
     It has fewer than `config.vocab_size` pieces if the corpus is too small.
     """
     if not any(text.strip() for text in texts):
         raise UserError("the corpus has no text to learn a vocabulary from")
     form = _FORMS.get(config.normalization)
-    if form:
-        texts = [unicodedata.normalize(form, text) for text in texts]
-        tags = [unicodedata.normalize(form, tag) for tag in tags]
+    texts = _normalized(form, [text.replace(_LEFT_OUT, " ") for text in texts])
+    if config.tokenizer == "unigram":
+        texts = [_LONG_WORD.sub(r"\g<0> ", text) for text in texts]
+    whole = _normalized(form, config.keep_whole)
+    # With the preceding space, which would otherwise be a piece of its own.
+    symbols = [*(SPACE + text for text in (*_normalized(form, tags), *whole)), *whole]
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -119,7 +129,7 @@ def train_sentencepiece(
             vocab_size=config.vocab_size,
             hard_vocab_limit=False,
             character_coverage=config.character_coverage,
-            max_sentence_length=MAX_LINE_BYTES,  # Longer lines would be left out.
+            max_sentence_length=_LONGEST_TEXT,
             # The bytes of a whole word would contain its space, and be decoded with U+2581.
             byte_fallback=config.byte_fallback and config.tokenizer != "word",
             normalization_rule_name="identity",
@@ -127,8 +137,7 @@ def train_sentencepiece(
             bos_id=BOS_ID,
             eos_id=EOS_ID,
             unk_id=UNK_ID,
-            # With the preceding space, which would otherwise be a piece of its own.
-            user_defined_symbols=[SPACE + tag for tag in tags],
+            user_defined_symbols=list(dict.fromkeys(symbols)),
             # With several threads, the order of sums and hence the pieces depend on the machine.
             num_threads=1,
             minloglevel=2,
@@ -142,6 +151,8 @@ def train_sentencepiece(
                 f"the characters of the text alone are {needed[1]}: increase data.vocab_size, or "
                 "decrease data.character_coverage (0.9995 is usual for Chinese and Japanese)"
             )
+        elif "insert_id" in reason:
+            reason = "it has no room for the special tokens: increase data.vocab_size"
         raise UserError(
             f"SentencePiece cannot learn data.vocab_size={config.vocab_size} pieces: {reason}"
         ) from error

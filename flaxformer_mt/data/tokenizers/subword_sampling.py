@@ -29,7 +29,7 @@ class BpeDropout:
       ranks: rank of each merged piece; merges with lower ranks come first.
       ids: token ids of all pieces.
       encode: encodes words that contain a character that is not a piece; they are not sampled.
-      whole: prefixes of words that are not sampled either.
+      whole: parts of words that are not sampled either.
     """
 
     def __init__(
@@ -60,7 +60,8 @@ class BpeDropout:
 
     def _split_best(self, word: str) -> tuple[list[int], int]:
         """Returns the ids of a word without dropped merges, and the number of merges."""
-        if word.startswith(self._whole) or not self._ids.keys() >= set(word):
+        is_whole = any(piece in word for piece in self._whole)
+        if is_whole or not self._ids.keys() >= set(word):
             return self._encode(word), 0
         return self._split(word, lambda number: False)
 

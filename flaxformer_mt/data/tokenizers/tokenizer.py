@@ -7,11 +7,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from flaxformer_mt.config import DataConfig
+from flaxformer_mt.config import DataConfig, TransformerConfig
 from flaxformer_mt.data.corpora.corpus import Corpus
 from flaxformer_mt.data.corpora.text_files import counted
-from flaxformer_mt.data.tokenizers import hub_tokenizer, m2m100_tokenizer, marian_tokenizer
+from flaxformer_mt.data.tokenizers import (
+    dictionary_tokenizer,
+    hub_tokenizer,
+    m2m100_tokenizer,
+    marian_tokenizer,
+)
 from flaxformer_mt.data.tokenizers.base import Tokenizer as Tokenizer
+from flaxformer_mt.data.tokenizers.dictionary_tokenizer import DictionaryTokenizer
 from flaxformer_mt.data.tokenizers.hub_tokenizer import HubTokenizer
 from flaxformer_mt.data.tokenizers.m2m100_tokenizer import M2M100Tokenizer
 from flaxformer_mt.data.tokenizers.marian_tokenizer import MarianTokenizer
@@ -58,6 +64,7 @@ _PUBLISHED: dict[tuple[str, ...], tuple[type[Any], tuple[str, ...]]] = {
     (hub_tokenizer.VOCABULARY_FILE,): (HubTokenizer, hub_tokenizer.FILES),
     (m2m100_tokenizer.PIECES_FILE,): (M2M100Tokenizer, m2m100_tokenizer.FILES),
     (marian_tokenizer.VOCABULARY_FILE,): _MARIAN,
+    dictionary_tokenizer.FILES[:2]: (DictionaryTokenizer, dictionary_tokenizer.FILES),
 }
 """The class and the files of each published vocabulary, by the files that identify it."""
 
@@ -99,29 +106,61 @@ class Tokenizers:
         """
         if not config.tokenizer_path:
             return cls.train(corpora, config, has_inputs)
-        given = Path(config.tokenizer_path)
-        folder = given / "tokenizer" if (given / "tokenizer").is_dir() else given
-        if not folder.is_dir():
-            raise UserError(
-                f"data.tokenizer_path={given} is not a folder: name a run folder, or its "
-                "subfolder tokenizer"
-            )
-        tokenizers = cls.load(folder)
-        words = tags(config)
-        for tag, pieces in zip(words, tokenizers.source.encode_parts(words), strict=True):
-            if tokenizers.source.unk_id in pieces:
+        given = config.tokenizer_path
+        tokenizers = cls._of_path(given)
+        for name in ("pad_id", "eos_id"):
+            ids = [getattr(side, name) for side in (tokenizers.source, tokenizers.target)]
+            if ids[0] != ids[1]:
                 raise UserError(
-                    f"the tag {tag} is unknown in the vocabulary of data.tokenizer_path={given}, "
-                    "and would not be seen by the model: use another tag or vocabulary"
+                    f"the vocabularies of data.tokenizer_path={given} have {name}={ids[0]} and "
+                    f"{name}={ids[1]}: train both with the same options of spm_train"
                 )
-            if len(pieces) > 1:
-                _log.warning(
-                    "the tag %s is %d pieces in the vocabulary of data.tokenizer_path=%s",
-                    tag,
-                    len(pieces),
-                    given,
-                )
+        if tokenizers.target.eos_id < 0:
+            raise UserError(
+                f"the vocabulary of data.tokenizer_path={given} has no end token: train it without "
+                "--eos_id=-1"
+            )
+        tokenizers._check_pieces("the tag", tokenizers.source, tags(config), given)
+        for side in (tokenizers.source, tokenizers.target):
+            tokenizers._check_pieces("data.keep_whole:", side, config.keep_whole, given)
         return tokenizers
+
+    @staticmethod
+    def _check_pieces(what: str, side: Tokenizer, words: Sequence[str], path: str) -> None:
+        for word, tokens in zip(words, side.encode_parts(words), strict=True):
+            if side.unk_id in tokens:
+                raise UserError(
+                    f"{what} {word} is unknown in the vocabulary of data.tokenizer_path={path}, "
+                    "and would not be seen by the model: use another one, or another vocabulary"
+                )
+            pieces = [piece.removeprefix(SPACE) for piece in side.pieces(tokens)]
+            if "".join(pieces) not in pieces:
+                _log.warning(
+                    "%s %s is %d pieces in the vocabulary of data.tokenizer_path=%s",
+                    what,
+                    word,
+                    len(tokens),
+                    path,
+                )
+
+    @classmethod
+    def _of_path(cls, path: str) -> "Tokenizers":
+        """Loads a run folder, a folder for `load`, or one or two SentencePiece models."""
+        given = Path(path)
+        if given.is_dir():
+            folder = given / "tokenizer" if (given / "tokenizer").is_dir() else given
+            files = [*folder.glob("*.model"), *folder.glob("*.spm")]
+            if len(files) != 1 or _is_published(folder):
+                return cls.load(folder)
+        else:
+            files = [given] if given.exists() else [Path(name) for name in path.split(",")]
+        if len(files) > 2 or not all(file.exists() for file in files):
+            raise UserError(
+                f"data.tokenizer_path={path}: there is no such file or folder: name a "
+                "SentencePiece model, one for each side (en.model,de.model), or a run folder"
+            )
+        models = [_read_model(file) for file in dict.fromkeys(files)]
+        return cls(models[0], models[-1])
 
     @classmethod
     def train(
@@ -164,6 +203,25 @@ class Tokenizers:
         if self.source.fingerprint != target.fingerprint:
             fields["tie_embeddings"] = "target_output"  # The sides cannot share a table.
         return fields
+
+    def with_ids(self, model: TransformerConfig) -> TransformerConfig:
+        """Returns a model with the special tokens of the vocabularies, where it has the defaults.
+
+        A model whose decoding starts from its padding or its end token keeps doing so.
+        """
+        own = self.target
+        ids = {
+            name: getattr(own, name)
+            for name in ("pad_id", "bos_id", "eos_id")
+            if getattr(model, name) == getattr(TransformerConfig, name)
+        }
+        if (model.pad_id, model.eos_id) == (own.pad_id, own.eos_id) and own.files:
+            # Published models may start decoding from another token than their vocabulary says.
+            return model
+        for name in ("pad_id", "eos_id"):
+            if model.bos_id == getattr(model, name):
+                ids["bos_id"] = ids.get(name, model.bos_id)
+        return dataclasses.replace(model, **ids)
 
     def describe(self) -> str:
         """Returns the sizes of the vocabularies in words."""
@@ -209,7 +267,7 @@ class Tokenizers:
           UserError: a file is missing or damaged.
         """
         for names, (kind, known) in _PUBLISHED.items():
-            if all(Path(folder, name).exists() for name in names):
+            if _has(folder, names):
                 paths = {name: Path(folder, name) for name in known}
                 files = {
                     name: read_bytes(path, MAX_MODEL_BYTES)
@@ -224,6 +282,14 @@ class Tokenizers:
         return cls(
             _read_model(Path(folder, "source.model")), _read_model(Path(folder, "target.model"))
         )
+
+
+def _has(folder: str | Path, names: Sequence[str]) -> bool:
+    return all(Path(folder, name).exists() for name in names)
+
+
+def _is_published(folder: Path) -> bool:
+    return any(_has(folder, names) for names in _PUBLISHED)
 
 
 def _read_model(path: Path) -> SentencePieceTokenizer:

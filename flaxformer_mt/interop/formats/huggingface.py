@@ -16,6 +16,7 @@ import safetensors.numpy
 from safetensors import SafetensorError
 
 from flaxformer_mt.config import DataConfig, TransformerConfig
+from flaxformer_mt.data.tokenizers.dictionary_tokenizer import DictionaryTokenizer
 from flaxformer_mt.data.tokenizers.marian_tokenizer import (
     TARGET_VOCABULARY_FILE,
     TOKENIZER_CONFIG,
@@ -362,7 +363,8 @@ def _settings(hub: HubFamily, model: TransformerConfig, kept: Mapping[str, Any])
 def _tokenizer_files(bundle: ModelBundle, family: str) -> Mapping[str, bytes]:
     source, target = bundle.tokenizers.source, bundle.tokenizers.target
     if not isinstance(source, SentencePieceTokenizer):
-        if (type(source) is MarianTokenizer) != (family == "marian"):
+        is_marian = type(source) is MarianTokenizer
+        if is_marian != (family == "marian") or isinstance(source, DictionaryTokenizer):
             raise UserError(f"its vocabulary is not one of {family}'s")
         return source.files
     if family != "marian":

@@ -1,0 +1,169 @@
+"""Vocabularies that are a list of tokens, as fairseq's `dict.txt`.
+
+A text is segmented into tokens by a SentencePiece model, by BPE codes of subword-nmt, or at its
+spaces. The codes are of text that is split into words already, as by Moses.
+
+Source: fairseq/data/dictionary.py (`Dictionary.encode_line`, `string`), whose tokens and texts are
+reproduced, but for the end token, which only the caller adds.
+"""
+
+import functools
+import hashlib
+import io
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+from flaxformer_mt.data.tokenizers.base import Tokenizer
+from flaxformer_mt.data.tokenizers.marian_tokenizer import TokenizerFiles
+from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE, TextSampler, open_model
+from flaxformer_mt.errors import UserError
+
+TOKENS_FILE, PIECES_FILE, CODES_FILE = "{side}.tokens", "{side}.spm", "{side}.codes"
+"""The tokens of a side in the order of their ids, one a line; and what segments texts, if any."""
+FILES = tuple(
+    name.format(side=side)
+    for name in (TOKENS_FILE, PIECES_FILE, CODES_FILE)
+    for side in ("source", "target")
+)
+_CONTINUES = "@@"
+"""How pieces of words end in subword-nmt, unless they are the last ones."""
+
+
+class DictionaryTokenizer(Tokenizer):
+    """The source or target side of a vocabulary."""
+
+    def __init__(
+        self, files: TokenizerFiles, side: Literal["source", "target"], folder: str = ""
+    ) -> None:
+        """Creates the tokenizer of a side; `folder` is that of the files, for messages."""
+        self.files = files
+        names = [name.format(side=side) for name in (TOKENS_FILE, PIECES_FILE, CODES_FILE)]
+        tokens_name, pieces_name, codes_name = names
+        label = Path(folder, tokens_name)
+        if tokens_name not in files:
+            raise UserError(f"the tokenizer {label} is missing")
+        try:
+            self._tokens = files[tokens_name].decode().removesuffix("\n").split("\n")
+        except UnicodeDecodeError as error:
+            raise UserError(f"{label} is damaged: {error}") from error
+        self._ids = {token: id for id, token in enumerate(self._tokens)}
+        self.vocab_size = len(self._tokens)
+        special = ("<s>", "<pad>", "</s>", "<unk>")
+        if missing := [token for token in special if token not in self._ids]:
+            raise UserError(f"{label} has no {missing[0]}")
+        # A later entry of one name has the text of the token, the first one its meaning.
+        start, self.pad_id, self.eos_id, self.unk_id = map(self._tokens.index, special)
+        self.bos_id = self.eos_id  # fairseq starts decoding from the end token.
+        self._unseen = {start, self.pad_id}
+        self._processor = None
+        self._segmented: Callable[[str], str] = lambda text: text
+        if pieces_name in files:
+            self._processor = open_model(files[pieces_name], str(Path(folder, pieces_name)))
+        elif codes_name in files:
+            self._segmented = _subword_nmt(files[codes_name], str(Path(folder, codes_name)))
+        digest = hashlib.sha256()
+        for name in names:
+            content = files.get(name, b"")
+            digest.update(f"{len(content)}\n".encode() + content)
+        self.fingerprint = digest.hexdigest()
+
+    def encode_parts(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self._encoded(tokens) for tokens in self._split(texts)]
+
+    def split(self, texts: Sequence[str]) -> list[list[str]]:
+        return [self._with_spaces(tokens) for tokens in self._split(texts)]
+
+    def sample(self, texts: Sequence[str], seed: int, amount: float) -> list[list[int]]:
+        if self._processor is None:
+            raise UserError(
+                f"data.subword_sampling={amount} needs a vocabulary with a SentencePiece model: "
+                "set it to 0"
+            )
+        unknown, best = self._processor.unk_id(), self._split(texts)
+        # The id of the unknown piece does not tell its text.
+        return [
+            self._encoded(self._processor.id_to_piece(ids) if unknown not in ids else tokens)
+            for ids, tokens in zip(self._sampler.sample(texts, seed, amount), best, strict=True)
+        ]
+
+    def decode(self, sentences: Sequence[Sequence[int]]) -> list[str]:
+        return [self._decoded(self.until_end(tokens)) for tokens in sentences]
+
+    def pieces(self, tokens: Sequence[int]) -> list[str]:
+        return self._with_spaces(self._names(tokens))
+
+    @functools.cached_property
+    def _sampler(self) -> TextSampler:
+        assert self._processor is not None
+        return TextSampler(self._processor.serialized_model_proto(), self._processor)
+
+    def _split(self, texts: Sequence[str]) -> list[list[str]]:
+        if self._processor is not None:
+            split = self._processor.encode(list(texts), out_type=str)
+            return [" ".join(pieces).split() for pieces in split]
+        return [self._segmented(text.strip()).split() for text in texts]
+
+    def _encoded(self, tokens: Sequence[str]) -> list[int]:
+        return [self._ids.get(token, self.unk_id) for token in tokens]
+
+    def _names(self, tokens: Sequence[int]) -> list[str]:
+        """Returns the tokens; an id that only the model's embedding table has is unknown."""
+        return [self._tokens[token if token < self.vocab_size else self.unk_id] for token in tokens]
+
+    def _with_spaces(self, tokens: Sequence[str]) -> list[str]:
+        if self._processor is not None:
+            return list(tokens)
+        before = ["", *tokens]
+        return [
+            token if previous.endswith(_CONTINUES) else SPACE + token
+            for previous, token in zip(before, tokens, strict=False)
+        ]
+
+    def _decoded(self, tokens: Sequence[int]) -> str:
+        text = " ".join(self._names([token for token in tokens if token not in self._unseen]))
+        if self._processor is not None:
+            return text.replace(" ", "").replace(SPACE, " ").strip()
+        if CODES_FILE.format(side="target") in self.files:
+            return f"{text} ".replace(f"{_CONTINUES} ", "").rstrip()
+        return text
+
+
+def read_fairseq(content: str, label: str) -> list[str]:
+    """Returns the tokens of a `dict.txt` in the order of their ids, with the special tokens.
+
+    Raises:
+      UserError: a line is not a token with its count, or a token occurs twice.
+    """
+    tokens = ["<s>", "<pad>", "</s>", "<unk>"]
+    known = set(tokens)
+    lines = re.split("\r\n|\n|\r", content)
+    for number, line in enumerate(lines[:-1] if lines[-1] == "" else lines, 1):
+        token, _, count = line.rstrip().rpartition(" ")
+        replaces = count == "#fairseq:overwrite"
+        if replaces:
+            token, _, count = token.rpartition(" ")
+        if not re.fullmatch("[+-]?[0-9]+", count):
+            raise UserError(f"{label}, line {number}: not a token and its count: {line!r}")
+        if token in known and not replaces:
+            raise UserError(
+                f"{label}, line {number}: {token!r} occurs twice; end the line with "
+                "#fairseq:overwrite if it replaces a special token"
+            )
+        tokens.append(token)
+        known.add(token)
+    return tokens
+
+
+def _subword_nmt(codes: bytes, label: str) -> Callable[[str], str]:
+    try:
+        from subword_nmt.apply_bpe import BPE
+    except ImportError as error:
+        raise UserError(f"{label} needs subword-nmt: pip install subword-nmt") from error
+    try:
+        segment: Callable[[str], str] = BPE(io.StringIO(codes.decode())).segment
+    # The library prints the line, and exits.
+    except (SystemExit, ValueError) as error:
+        raise UserError(f"{label} does not have BPE codes of subword-nmt") from error
+    return segment
