@@ -91,6 +91,14 @@ def on_mesh(
 
 def compile_training(config: ExperimentConfig, devices: Sequence[Any]) -> CompiledStep:
     """Compiles a training step, with dropout and optimizer as configured."""
+    traced, sizes = trace_training(config, devices)
+    return _compiled(traced, **sizes)
+
+
+def trace_training(
+    config: ExperimentConfig, devices: Sequence[Any]
+) -> tuple[Any, dict[str, float]]:
+    """Traces a training step; returns it, and sizes that `CompiledStep` describes."""
     run_devices = RunDevices.arrange(config.parallel, devices)
     model = Transformer(config.model)
     schedule = make_schedule(config.optimizer, config.model.d_model, config.train.num_steps)
@@ -107,17 +115,23 @@ def compile_training(config: ExperimentConfig, devices: Sequence[Any]) -> Compil
     train_step = functools.partial(
         step.train_step, objective=objective, optimizer=optimizer, config=config.train
     )
-    return _compiled(
-        run_devices.compile_train_step(train_step).lower(state, batch),
-        parameters=bytes_on_a_device((state.params, state.ema)),
-        optimizer_state=bytes_on_a_device(state.opt_state),
-        arguments=bytes_on_a_device((state, batch)),
-        equations=training_flops(config.model, _work(shape, config.model.has_inputs)),
-    )
+    sizes = {
+        "parameters": bytes_on_a_device((state.params, state.ema)),
+        "optimizer_state": bytes_on_a_device(state.opt_state),
+        "arguments": bytes_on_a_device((state, batch)),
+        "equations": training_flops(config.model, _work(shape, config.model.has_inputs)),
+    }
+    return run_devices.compile_train_step(train_step).trace(state, batch), sizes
 
 
 def compile_decoding(config: ExperimentConfig, device: Any) -> CompiledStep:
     """Compiles one step of the search of `config.decode`, on one device."""
+    traced, sizes = trace_decoding(config, device)
+    return _compiled(traced, **sizes)
+
+
+def trace_decoding(config: ExperimentConfig, device: Any) -> tuple[Any, dict[str, float]]:
+    """Traces one step of the search; returns it, and sizes that `CompiledStep` describes."""
     model, decode = config.model, config.decode
     tokens = batch_tokens(decode, device.platform) * REFERENCE_BEAM_SIZE
     rows = max(1, tokens // (SENTENCE * decode.beam_size))
@@ -148,13 +162,13 @@ def compile_decoding(config: ExperimentConfig, device: Any) -> CompiledStep:
     params = jax.eval_shape(parameters)
     state = placed(jax.eval_shape(begin, params))
     params = placed(params)
-    return _compiled(
-        jax.jit(step, donate_argnums=1).lower(params, state),
-        parameters=bytes_on_a_device(params),
-        optimizer_state=0,
-        arguments=bytes_on_a_device((params, state)),
-        equations=0.0,
-    )
+    sizes = {
+        "parameters": bytes_on_a_device(params),
+        "optimizer_state": 0,
+        "arguments": bytes_on_a_device((params, state)),
+        "equations": 0.0,
+    }
+    return jax.jit(step, donate_argnums=1).trace(params, state), sizes
 
 
 def _work(shape: BatchShape, has_inputs: bool) -> Work:
@@ -164,7 +178,8 @@ def _work(shape: BatchShape, has_inputs: bool) -> Work:
     return work_of_sentences(sources, targets)
 
 
-def _compiled(lowered: Any, **sizes: Any) -> CompiledStep:
+def _compiled(traced: Any, **sizes: Any) -> CompiledStep:
+    lowered = traced.lower()
     start = time.perf_counter()
     compiled = lowered.compile()
     return CompiledStep(

@@ -160,7 +160,11 @@ class CompiledStep:
 
     def lower(self, state: Any, batch: Any) -> Any:
         """Lowers the step for abstract arguments: shapes, dtypes and shardings."""
-        return self._for(state).lower(state, batch, *self._frozen)
+        return self.trace(state, batch).lower()
+
+    def trace(self, state: Any, batch: Any) -> Any:
+        """Traces the step for abstract arguments, to lower it for any platform."""
+        return self._for(state).trace(state, batch, *self._frozen)
 
     def _for(self, state: Any) -> Any:
         if self._jitted is None:
