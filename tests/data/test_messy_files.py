@@ -4,12 +4,14 @@ import bz2
 import csv
 import dataclasses
 import gzip
+import importlib
 import io
 import json
 import lzma
 import os
 import random
 import subprocess
+import sys
 import tarfile
 import zipfile
 from pathlib import Path
@@ -17,7 +19,9 @@ from pathlib import Path
 import pytest
 
 from flaxformer_mt.config import DataConfig, ExperimentConfig, TransformerConfig
+from flaxformer_mt.data.corpora.comparison import comparable
 from flaxformer_mt.data.corpora.corpus import load_corpus, open_corpora, read_corpus
+from flaxformer_mt.data.corpora.filters import PairFilter
 from flaxformer_mt.data.corpora.rows import Row
 from flaxformer_mt.data.corpora.text_files import stream_parallel
 from flaxformer_mt.data.dataset import open_all
@@ -281,16 +285,88 @@ def test_rows_of_parallel_files(tmp_path):
 
 def test_members_of_json(tmp_path):
     path = tmp_path / "a.jsonl"
-    rows = ['{"en": "a", "fr": "b"}', "[1]", '{"en": 1, "fr": ""}', '{"en": "c"}', '{"en"']
+    rows = [
+        '{"en": "a", "fr": "b"}',
+        '{"en": "a", "fr": null}',
+        "[1]",
+        '{"en": 1, "fr": ""}',
+        '{"en": "c"}',
+        '{"en"',
+    ]
     path.write_text("\n".join(rows))
     (corpus,) = open_corpora(config_of(path, bad_rows="drop"), "train")
-    assert [*corpus.pairs()] == [("a", "b")]
+    assert [*corpus.pairs()] == [("a", "b"), ("a", "")]
     assert {kind: found.count for kind, found in corpus.malformed().items()} == {
         "not a JSON object with a source and a target": 1,
         "'en' is not a string": 1,
         "no member 'fr'": 1,
         "not JSON": 1,
     }
+
+
+def held_out_counts(corpora, reason):
+    """Returns the report of a corpus that pairs are held out of."""
+    numbers = [pair.number for of_role in corpora.values() for part in of_role
+               for pair in part.pairs()]  # fmt: skip
+    dropped = corpora["train"][0].malformed()[reason]
+    return sorted(numbers), dropped
+
+
+def test_malformed_rows_of_parquet(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    texts = [b"caf\xe9" if i % 50 == 7 else f"a {i}".encode() for i in range(200)]
+    broken = pyarrow.Array.from_buffers(pyarrow.string(), 200, pyarrow.array(texts).buffers())
+    fine = [None, *(f"b {i}" for i in range(1, 200))]
+    parquet.write_table(pyarrow.table({"en": broken, "fr": fine}), tmp_path / "a.parquet")
+    places = ", row 8: not UTF-8 .byte 4 of the text is 0xe9.; row 58: .*; row 158: .*bad_rows=drop"
+    with pytest.raises(UserError, match=places):
+        read(tmp_path / "a.parquet")
+    config = ExperimentConfig(data=config_of(tmp_path / "a.parquet", hold_out=9, bad_rows="drop"))
+    numbers, dropped = held_out_counts(open_all(config), "not UTF-8")
+    assert numbers == [i + 1 for i in range(200) if i % 50 != 7]
+    assert dropped.more[-1].endswith("a.parquet, row 158 (byte 4 of the text is 0xe9)")
+
+
+def test_malformed_rows_of_hugging_face_folders(tmp_path):
+    datasets = importlib.import_module("datasets")
+    datasets.disable_progress_bars()
+    rows = {"en": [f"a {i}" for i in range(200)], "fr": [f"b {i}" for i in range(199)] + [None]}
+    datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "data")
+    (file,) = (tmp_path / "data").glob("*.arrow")
+    file.write_bytes(file.read_bytes().replace(b"a 44", b"a \xe94").replace(b"b 77", b"b \xe97"))
+    message = "data/train, pair 45: not UTF-8 .byte 3 .* 0xe9.; pair 78: .*; or drop such rows by"
+    with pytest.raises(UserError, match=message):
+        read(tmp_path / "data")
+    config = ExperimentConfig(data=config_of(tmp_path / "data", hold_out=9, bad_rows="drop"))
+    numbers, dropped = held_out_counts(open_all(config), "not UTF-8")
+    assert numbers == [i + 1 for i in range(200) if i not in (44, 77)]
+    assert (dropped.count, dropped.example) == (2, "pair 45 (byte 3 of the text is 0xe9)")
+
+
+def test_rows_of_a_prepared_data_set(tmp_path):
+    """Of pairs that `prepare` wrote, with the malformed rows that it reports."""
+    pytest.importorskip("tensorflow_datasets")
+    pytest.importorskip("array_record")
+    rows = [f"a {i}\tb {i if i != 4 else ''}" for i in range(40)]
+    rows[3] = "no tab"
+    (tmp_path / "train.tsv").write_text("\n".join(rows))
+    command = [sys.executable, "-m", "flaxformer_mt", "prepare", "--path", tmp_path,
+               "--output", tmp_path / "wmt", "--source-language=en", "--target-language=fr",
+               "--format=tsv", "--splits", "train=train", "--bad-rows=drop"]  # fmt: skip
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert f"train: 0 tabs: 1, the first is {tmp_path}/train.tsv, line 4\n" in result.stderr
+    (corpus,) = open_corpora(config_of(tmp_path / "wmt"), "train")
+    assert [pair.number for pair in corpus.pairs()] == [*range(1, 40)]
+
+
+@pytest.mark.parametrize("text", ["\u3164", "\ufe0f", "\u034f \u180b", "\U000e0041", "\uffa0\0"])
+def test_text_of_invisible_characters_is_empty(tmp_path, text):
+    (tmp_path / "a.tsv").write_text(f"a\tb\n{text}\tc\nd{text}\te\n")
+    (corpus,) = open_corpora(config_of(tmp_path / "a.tsv"), "train")
+    keep = PairFilter(DataConfig(), corpus).keep
+    assert [keep("", *pair) for pair in corpus.pairs()] == [True, False, True]
+    assert comparable([text, f"d{text}"]) == ["", "d"]
 
 
 DAMAGES = {

@@ -20,6 +20,7 @@ from collections.abc import Callable
 import numpy as np
 
 from flaxformer_mt.config import DataConfig
+from flaxformer_mt.data.corpora.comparison import INVISIBLE
 from flaxformer_mt.data.corpora.corpus import Corpus
 from flaxformer_mt.data.corpora.rows import Dropped
 from flaxformer_mt.errors import UserError
@@ -27,10 +28,8 @@ from flaxformer_mt.errors import UserError
 _EXAMPLE_LENGTH = 60  # Characters shown per side of an example.
 _MERGE_AT = 1 << 20  # Size of the Python set at which its hashes are merged into the sorted array.
 
-# Finds a character that is not white space, a control or a format character (as U+200B, U+FEFF).
-_VISIBLE = re.compile(
-    r"[^\s\x00-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff]"
-).search
+# Finds a character that is not white space, a control or invisible (as U+200B, U+FEFF).
+_VISIBLE = re.compile(rf"[^\s\x00-\x1f\x7f-\x9f{INVISIBLE}]").search
 
 # First words of the Unicode names of a script's characters, where they differ from the English name
 # of the script.
