@@ -13,6 +13,7 @@ import random
 import subprocess
 import sys
 import tarfile
+import unicodedata
 import zipfile
 from pathlib import Path
 
@@ -373,7 +374,8 @@ DAMAGES = {
     "0 tabs": b"no tab here",
     "2 tabs": b"a\tb\tc",
     "not UTF-8": b"caf\xe9\tb",
-    "empty side": b"\tb",
+    "empty side": b"\xe2\x80\x8b\x00\tb",
+    "longer than 1,048,576 bytes": b"x " * 2**19 + b"\tb",
     "more than 40 words": b"w " * 41 + b"\tb",
     "longer than a row": b"1a" * 60 + b"\tb",
 }
@@ -388,8 +390,18 @@ def test_a_messy_file_is_read_and_its_lines_are_those_of_the_file(tmp_path):
         good = ["\t".join(pair) for pair in stream_parallel(*paths)]
     rows = [row.encode() for row in good]
     for damage in DAMAGES.values():
-        for _ in range(len(good) // 100):
+        # 1% of lines of a MiB would not fit into memory.
+        for _ in range(len(good) // 100 if len(damage) < 1000 else 5):
             rows.insert(rng.randrange(len(rows)), damage)
+    for changed in (
+        lambda row: row.replace(" ", "\0"),
+        lambda row: f"{row}\r\r",
+        lambda row: unicodedata.normalize("NFD", f"é {row}"),
+        lambda row: row.replace("\t", ' "so"\t"bon" '),
+        lambda row: f"&quot;{row}&amp;amp;",
+    ):
+        for row in rng.choices(good, k=len(good) // 100):
+            rows.insert(rng.randrange(len(rows)), changed(row).encode())
     path = tmp_path / "messy.tsv"
     path.write_bytes(b"English\tFrench\r\n" + b"\r\n".join(rows) + b"\r\n")
 
@@ -403,14 +415,17 @@ def test_a_messy_file_is_read_and_its_lines_are_those_of_the_file(tmp_path):
     for kind, damage in DAMAGES.items():
         found = report.dropped[kind]
         # Hold-out may take some of the pairs that filters drop.
-        bad = kind in ("0 tabs", "2 tabs", "not UTF-8")
-        assert found.count == len(good) // 100 if bad else found.count > 0
+        bad = kind in ("0 tabs", "2 tabs", "not UTF-8", "longer than 1,048,576 bytes")
+        wanted = 5 if len(damage) > 1000 else len(good) // 100
+        assert found.count == wanted if bad else found.count > 0
         assert len(found.more) == (4 if bad else 0)
         for example in (found.example, *found.more):
             number = example.removeprefix(f"{path}, line ").split()[0].split(":")[0]
             shown = subprocess.run(["sed", "-n", f"{number}p", path], capture_output=True).stdout
             assert shown.rstrip(b"\r\n") == damage
     assert max(report.sources.longest, report.targets.longest) <= 64
+    elsewhere = sum(corpora[0].division()[name] for name in ("valid", "test", "left_out"))
+    assert report.pairs + elsewhere == len(rows)
     assert json.loads((tmp_path / "cache" / "train-0" / "store.json").read_text())["places"] == [
         [0, str(path)]
     ]

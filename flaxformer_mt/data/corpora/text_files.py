@@ -22,7 +22,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from flaxformer_mt.data.corpora.rows import BadRows, Dropped, Fault, decoded, placed
 from flaxformer_mt.errors import UserError
@@ -190,7 +190,7 @@ def stream_parallel(*paths: Path, bad_rows: BadRows | None = None) -> Iterator[t
         if bad_rows and fault:
             bad_rows.add(fault[0], number, fault[1])
             continue
-        yield placed(lines, paths[0], number)
+        yield placed(cast(tuple[str, ...], lines), paths[0], number)
 
 
 def of_files(
