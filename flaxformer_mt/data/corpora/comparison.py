@@ -20,6 +20,9 @@ INVISIBLE = (
 )
 """Unicode's Default_Ignorable_Code_Point, as the ranges of a set in a regular expression."""
 
+find_visible = re.compile(rf"[^\s\x00-\x1f\x7f-\x9f{INVISIBLE}]").search
+"""Finds a character that is not white space, a control or invisible (as U+200B, U+FEFF)."""
+
 _CHUNK = 500  # Texts.
 _is_invisible = re.compile(f"[{INVISIBLE}]").match
 _UNKNOWN, _REMOVED = 2**32 - 1, 2**32 - 2

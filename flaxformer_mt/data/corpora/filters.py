@@ -13,23 +13,19 @@ import collections
 import dataclasses
 import functools
 import hashlib
-import re
 import unicodedata
 from collections.abc import Callable
 
 import numpy as np
 
 from flaxformer_mt.config import DataConfig
-from flaxformer_mt.data.corpora.comparison import INVISIBLE
+from flaxformer_mt.data.corpora.comparison import find_visible
 from flaxformer_mt.data.corpora.corpus import Corpus
 from flaxformer_mt.data.corpora.rows import Dropped
 from flaxformer_mt.errors import UserError
 
 _EXAMPLE_LENGTH = 60  # Characters shown per side of an example.
 _MERGE_AT = 1 << 20  # Size of the Python set at which its hashes are merged into the sorted array.
-
-# Finds a character that is not white space, a control or invisible (as U+200B, U+FEFF).
-_VISIBLE = re.compile(rf"[^\s\x00-\x1f\x7f-\x9f{INVISIBLE}]").search
 
 # First words of the Unicode names of a script's characters, where they differ from the English name
 # of the script.
@@ -125,7 +121,7 @@ def _checks(
     limit, ratio = config.max_words, config.max_length_ratio
     checks: dict[str, Callable[[str, str], bool]] = {}
     side = 0 if has_inputs else 1
-    checks["empty side"] = lambda *pair: not all(map(_VISIBLE, pair[side:]))
+    checks["empty side"] = lambda *pair: not all(map(find_visible, pair[side:]))
     if limit:
         checks[f"more than {limit} words"] = lambda *pair: max(map(_words, pair)) > limit
     if ratio and has_inputs:
