@@ -68,7 +68,7 @@ def prepare(
         files_of_splits[name] = files
     if not path.is_dir():
         raise UserError(f"--path={path} is not a folder: name the one with the files of all splits")
-    corpus = CorpusConfig(
+    given = CorpusConfig(
         kind=form,
         path=str(path),
         source_language=source_language,
@@ -77,7 +77,7 @@ def prepare(
     )
     data = DataConfig(quoting=quoting, bad_rows=bad_rows)
     corpora = {
-        name: open_corpus(dataclasses.replace(corpus, split=files), data, prefix="--")
+        name: open_corpus(dataclasses.replace(given, split=files), data, prefix="--")
         for name, files in files_of_splits.items()
     }
     check_not_blank([*corpora.values()])
@@ -92,6 +92,9 @@ def prepare(
         split = _split_of(role, list(counts))
         if split or role == "test":  # Training needs the other two.
             options[f"{role}-split"] = split
+    for name, corpus in corpora.items():
+        for kind, rows in corpus.malformed().items():
+            output.print_note(f"{name}: {kind}: {rows}")
     sizes = ", ".join(f"{count:,} pairs {name}" for name, count in counts.items())
     output.print_lines(
         [

@@ -19,7 +19,7 @@ from flaxformer_mt.config import DataConfig
 from flaxformer_mt.data.corpora.comparison import comparable, in_chunks
 from flaxformer_mt.data.corpora.corpus import Corpus, SentencePair
 from flaxformer_mt.data.corpora.filters import PairFilter, shortened
-from flaxformer_mt.data.corpora.rows import place_of
+from flaxformer_mt.data.corpora.rows import place_of, with_place
 from flaxformer_mt.data.stream.encoded_corpus import EncodedCorpus
 from flaxformer_mt.errors import UserError
 
@@ -281,20 +281,20 @@ class SharedPairs:
         self._is_kept = PairFilter(filters, training, has_inputs).keep
         self._compared = [
             pair
-            for sides in in_chunks(held_out)
-            for pair in zip(*map(comparable, sides), strict=True)
+            for pairs in in_chunks(held_out)
+            for pair in zip(*map(comparable, zip(*pairs, strict=True)), strict=True)
         ]
         self._equal = [_numbers_by_text(pair[side] for pair in self._compared) for side in (0, 1)]
         share = config.near_duplicates
         self._near = [_NearDuplicates(texts, share) for texts in self._equal] if share else []
         sources_to_find, targets_to_find = self._equal
         number = 0
-        for sources, targets in in_chunks(_untagged(training)):
-            compared = zip(comparable(sources), comparable(targets), strict=True)
-            for place, (source, target) in enumerate(compared):
+        for pairs in in_chunks(_untagged(training)):
+            compared = zip(*map(comparable, zip(*pairs, strict=True)), strict=True)
+            for pair, (source, target) in zip(pairs, compared, strict=True):
                 number += 1
                 if share or source in sources_to_find or target in targets_to_find:
-                    self._compare(number, (sources[place], targets[place]), (source, target))
+                    self._compare(number, pair, (source, target))
 
     def _compare(self, number: int, pair: SentencePair, compared: tuple[str, str]) -> None:
         found = [texts.get(text, ()) for texts, text in zip(self._equal, compared, strict=True)]
@@ -315,8 +315,9 @@ class SharedPairs:
             found = np.flatnonzero(self.kinds[among.start : among.stop] == kind)
             if len(found):
                 held = among.start + int(found[0])
-                text = _shown(*self._held_out[held])
-                yield kind, f"{text} (pair {found[0] + 1}), in training {self._examples[held]}"
+                pair = self._held_out[held]
+                shown = f"{_shown(*pair)} ({place_of(pair, int(found[0]) + 1)})"
+                yield kind, f"{shown}, in training {self._examples[held]}"
 
 
 def _numbers_by_text(texts: Iterable[str]) -> dict[str, list[int]]:
@@ -362,7 +363,7 @@ def _ngrams(text: str) -> set[str]:
 
 def _untagged(corpus: Corpus) -> Iterator[SentencePair]:
     tag = f"{corpus.tag} " if corpus.tag else ""
-    return ((source.removeprefix(tag), target) for source, target in corpus.pairs())
+    return (with_place((pair[0].removeprefix(tag), pair[1]), pair) for pair in corpus.pairs())
 
 
 def _shown(source: str, target: str) -> str:

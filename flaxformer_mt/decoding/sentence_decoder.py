@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
+from flaxformer_mt.data.corpora.comparison import find_visible
 from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers
 from flaxformer_mt.decoding import minimum_bayes_risk, sentence_splitting
@@ -182,7 +183,9 @@ class SentenceDecoder:
     def _divide(self, sentences: Sequence[Sentence]) -> list[list[_TokenizedSegment]]:
         """Returns each sentence's segments: one, without tokens if it is empty, or several."""
         target = self.tokenizers.target
-        texts = [sentence.text.strip() for sentence in sentences]
+        texts = [
+            sentence.text.strip() if find_visible(sentence.text) else "" for sentence in sentences
+        ]
         encoded = self.tokenizers.source.encode(texts)
         limit = self.longest_source - 1  # One position is needed for the end token.
         divided = []

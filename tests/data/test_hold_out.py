@@ -72,63 +72,6 @@ def check(corpora, lines, wanted, data):
     return {role: sum(map(len, parts[role])) for role in ROLES}
 
 
-def generated(rng):
-    """Draws lines with repetitions, frequent sides, empty sides, copies and spellings."""
-    words = ["straße", "café", "the", "house", "is", "old"] + [f"w{i}" for i in range(60)]
-
-    def sentence():
-        text = " ".join(rng.choices(words, k=rng.randint(1, 7)))
-        return rng.choice([text, text, text.capitalize() + ".", text.upper(), f"\u200b{text}\xa0!"])
-
-    texts = [[sentence() for _ in range(rng.choice([20, 300, 3000]))] for _ in range(2)]
-    lines = []
-    for _ in range(rng.randint(300, 900)):
-        source, target = map(rng.choice, texts)
-        kind = rng.random()
-        if kind < 0.1:
-            target = rng.choice(["", " ", source, "?!"])
-        lines.append((source, target) if kind < 0.8 or not lines else rng.choice(lines))
-    return lines
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_held_out_pairs_of_any_corpora(tmp_path, caplog, seed):
-    rng = random.Random(seed)
-    texts = [generated(rng) for _ in range(rng.randint(1, 3))]
-    shared = rng.choices(texts[0], k=100)
-    texts = [texts[0], *([*text, *shared] for text in texts[1:])]
-    corpora = tuple(
-        CorpusConfig(
-            path=write(tmp_path / f"{number}.tsv", text),
-            tag=rng.choice(["", "<bt>"]) if number else "",
-            hold_out=rng.choice([-1, 0, 8]) if number else -1,
-        )
-        for number, text in enumerate(texts)
-    )
-    wanted = rng.choice([10, 25, 50])
-    data = DataConfig(
-        target_language="fr",
-        train_corpora=corpora,
-        hold_out=wanted,
-        filter_held_out=rng.random() < 0.7,
-        max_words=rng.choice([0, 5]),
-        drop_identical=rng.random() < 0.5,
-        drop_duplicates=rng.random() < 0.5,
-    )
-    wanted += sum(max(corpus.hold_out, 0) for corpus in corpora)
-    refusal = ""
-    try:
-        found = check(open_all(ExperimentConfig(data=data)), [*map(len, texts)], wanted, data)
-    except UserError as error:
-        refusal = str(error)
-    if refusal:
-        assert "give text with fewer repetitions" in refusal or "too many" in refusal
-        return
-    for role in ROLES:
-        is_reported = any(f"held out for {role}, since" in line for line in caplog.messages)
-        assert found[role] >= 0.9 * wanted or is_reported
-
-
 def test_synthetic_text_is_not_held_out(tmp_path):
     genuine = [(f"source {i}", f"target {i}") for i in range(800)]
     synthetic = [(f"sauce {i}", f"target {i % 800}") for i in range(2400)]

@@ -4,20 +4,25 @@ import bz2
 import csv
 import dataclasses
 import gzip
+import importlib
 import io
 import json
 import lzma
 import os
 import random
 import subprocess
+import sys
 import tarfile
+import unicodedata
 import zipfile
 from pathlib import Path
 
 import pytest
 
 from flaxformer_mt.config import DataConfig, ExperimentConfig, TransformerConfig
+from flaxformer_mt.data.corpora.comparison import comparable
 from flaxformer_mt.data.corpora.corpus import load_corpus, open_corpora, read_corpus
+from flaxformer_mt.data.corpora.filters import PairFilter
 from flaxformer_mt.data.corpora.rows import Row
 from flaxformer_mt.data.corpora.text_files import stream_parallel
 from flaxformer_mt.data.dataset import open_all
@@ -281,10 +286,17 @@ def test_rows_of_parallel_files(tmp_path):
 
 def test_members_of_json(tmp_path):
     path = tmp_path / "a.jsonl"
-    rows = ['{"en": "a", "fr": "b"}', "[1]", '{"en": 1, "fr": ""}', '{"en": "c"}', '{"en"']
+    rows = [
+        '{"en": "a", "fr": "b"}',
+        '{"en": "a", "fr": null}',
+        "[1]",
+        '{"en": 1, "fr": ""}',
+        '{"en": "c"}',
+        '{"en"',
+    ]
     path.write_text("\n".join(rows))
     (corpus,) = open_corpora(config_of(path, bad_rows="drop"), "train")
-    assert [*corpus.pairs()] == [("a", "b")]
+    assert [*corpus.pairs()] == [("a", "b"), ("a", "")]
     assert {kind: found.count for kind, found in corpus.malformed().items()} == {
         "not a JSON object with a source and a target": 1,
         "'en' is not a string": 1,
@@ -293,11 +305,77 @@ def test_members_of_json(tmp_path):
     }
 
 
+def held_out_counts(corpora, reason):
+    """Returns the report of a corpus that pairs are held out of."""
+    numbers = [pair.number for of_role in corpora.values() for part in of_role
+               for pair in part.pairs()]  # fmt: skip
+    dropped = corpora["train"][0].malformed()[reason]
+    return sorted(numbers), dropped
+
+
+def test_malformed_rows_of_parquet(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    texts = [b"caf\xe9" if i % 50 == 7 else f"a {i}".encode() for i in range(200)]
+    broken = pyarrow.Array.from_buffers(pyarrow.string(), 200, pyarrow.array(texts).buffers())
+    fine = [None, *(f"b {i}" for i in range(1, 200))]
+    parquet.write_table(pyarrow.table({"en": broken, "fr": fine}), tmp_path / "a.parquet")
+    places = ", row 8: not UTF-8 .byte 4 of the text is 0xe9.; row 58: .*; row 158: .*bad_rows=drop"
+    with pytest.raises(UserError, match=places):
+        read(tmp_path / "a.parquet")
+    config = ExperimentConfig(data=config_of(tmp_path / "a.parquet", hold_out=9, bad_rows="drop"))
+    numbers, dropped = held_out_counts(open_all(config), "not UTF-8")
+    assert numbers == [i + 1 for i in range(200) if i % 50 != 7]
+    assert dropped.more[-1].endswith("a.parquet, row 158 (byte 4 of the text is 0xe9)")
+
+
+def test_malformed_rows_of_hugging_face_folders(tmp_path):
+    datasets = importlib.import_module("datasets")
+    datasets.disable_progress_bars()
+    rows = {"en": [f"a {i}" for i in range(200)], "fr": [f"b {i}" for i in range(199)] + [None]}
+    datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "data")
+    (file,) = (tmp_path / "data").glob("*.arrow")
+    file.write_bytes(file.read_bytes().replace(b"a 44", b"a \xe94").replace(b"b 77", b"b \xe97"))
+    message = "data/train, pair 45: not UTF-8 .byte 3 .* 0xe9.; pair 78: .*; or drop such rows by"
+    with pytest.raises(UserError, match=message):
+        read(tmp_path / "data")
+    config = ExperimentConfig(data=config_of(tmp_path / "data", hold_out=9, bad_rows="drop"))
+    numbers, dropped = held_out_counts(open_all(config), "not UTF-8")
+    assert numbers == [i + 1 for i in range(200) if i not in (44, 77)]
+    assert (dropped.count, dropped.example) == (2, "pair 45 (byte 3 of the text is 0xe9)")
+
+
+def test_rows_of_a_prepared_data_set(tmp_path):
+    """Of pairs that `prepare` wrote, with the malformed rows that it reports."""
+    pytest.importorskip("tensorflow_datasets")
+    pytest.importorskip("array_record")
+    rows = [f"a {i}\tb {i if i != 4 else ''}" for i in range(40)]
+    rows[3] = "no tab"
+    (tmp_path / "train.tsv").write_text("\n".join(rows))
+    command = [sys.executable, "-m", "flaxformer_mt", "prepare", "--path", tmp_path,
+               "--output", tmp_path / "wmt", "--source-language=en", "--target-language=fr",
+               "--format=tsv", "--splits", "train=train", "--bad-rows=drop"]  # fmt: skip
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert f"train: 0 tabs: 1, the first is {tmp_path}/train.tsv, line 4\n" in result.stderr
+    (corpus,) = open_corpora(config_of(tmp_path / "wmt"), "train")
+    assert [pair.number for pair in corpus.pairs()] == [*range(1, 40)]
+
+
+@pytest.mark.parametrize("text", ["\u3164", "\ufe0f", "\u034f \u180b", "\U000e0041", "\uffa0\0"])
+def test_text_of_invisible_characters_is_empty(tmp_path, text):
+    (tmp_path / "a.tsv").write_text(f"a\tb\n{text}\tc\nd{text}\te\n")
+    (corpus,) = open_corpora(config_of(tmp_path / "a.tsv"), "train")
+    keep = PairFilter(DataConfig(), corpus).keep
+    assert [keep("", *pair) for pair in corpus.pairs()] == [True, False, True]
+    assert comparable([text, f"d{text}"]) == ["", "d"]
+
+
 DAMAGES = {
     "0 tabs": b"no tab here",
     "2 tabs": b"a\tb\tc",
     "not UTF-8": b"caf\xe9\tb",
-    "empty side": b"\tb",
+    "empty side": b"\xe2\x80\x8b\x00\tb",
+    "longer than 1,048,576 bytes": b"x " * 2**19 + b"\tb",
     "more than 40 words": b"w " * 41 + b"\tb",
     "longer than a row": b"1a" * 60 + b"\tb",
 }
@@ -312,8 +390,18 @@ def test_a_messy_file_is_read_and_its_lines_are_those_of_the_file(tmp_path):
         good = ["\t".join(pair) for pair in stream_parallel(*paths)]
     rows = [row.encode() for row in good]
     for damage in DAMAGES.values():
-        for _ in range(len(good) // 100):
+        # 1% of lines of a MiB would not fit into memory.
+        for _ in range(len(good) // 100 if len(damage) < 1000 else 5):
             rows.insert(rng.randrange(len(rows)), damage)
+    for changed in (
+        lambda row: row.replace(" ", "\0"),
+        lambda row: f"{row}\r\r",
+        lambda row: unicodedata.normalize("NFD", f"é {row}"),
+        lambda row: row.replace("\t", ' "so"\t"bon" '),
+        lambda row: f"&quot;{row}&amp;amp;",
+    ):
+        for row in rng.choices(good, k=len(good) // 100):
+            rows.insert(rng.randrange(len(rows)), changed(row).encode())
     path = tmp_path / "messy.tsv"
     path.write_bytes(b"English\tFrench\r\n" + b"\r\n".join(rows) + b"\r\n")
 
@@ -327,14 +415,17 @@ def test_a_messy_file_is_read_and_its_lines_are_those_of_the_file(tmp_path):
     for kind, damage in DAMAGES.items():
         found = report.dropped[kind]
         # Hold-out may take some of the pairs that filters drop.
-        bad = kind in ("0 tabs", "2 tabs", "not UTF-8")
-        assert found.count == len(good) // 100 if bad else found.count > 0
+        bad = kind in ("0 tabs", "2 tabs", "not UTF-8", "longer than 1,048,576 bytes")
+        wanted = 5 if len(damage) > 1000 else len(good) // 100
+        assert found.count == wanted if bad else found.count > 0
         assert len(found.more) == (4 if bad else 0)
         for example in (found.example, *found.more):
             number = example.removeprefix(f"{path}, line ").split()[0].split(":")[0]
             shown = subprocess.run(["sed", "-n", f"{number}p", path], capture_output=True).stdout
             assert shown.rstrip(b"\r\n") == damage
     assert max(report.sources.longest, report.targets.longest) <= 64
+    elsewhere = sum(corpora[0].division()[name] for name in ("valid", "test", "left_out"))
+    assert report.pairs + elsewhere == len(rows)
     assert json.loads((tmp_path / "cache" / "train-0" / "store.json").read_text())["places"] == [
         [0, str(path)]
     ]

@@ -252,7 +252,7 @@ def test_a_damaged_hugging_face_folder(tmp_path):
     datasets.Dataset.from_dict({"en": ["hello"], "fr": ["bonjour"]}).save_to_disk(tmp_path / "data")
     (file,) = (tmp_path / "data").glob("*.arrow")
     file.write_bytes(file.read_bytes().replace(b"hello", b"h\xffllo"))
-    with pytest.raises(UserError, match="data/train cannot be read: "):
+    with pytest.raises(UserError, match="data/train, pair 1: not UTF-8 "):
         read(tmp_path / "data")
 
 

@@ -225,6 +225,16 @@ def test_shared_text_of_a_language_model(caplog):
     assert caplog.messages[0].startswith("1 of the 1 pairs of valid are also in")
 
 
+def test_shared_text_is_named_by_its_lines(tmp_path, caplog):
+    (tmp_path / "train.tsv").write_bytes(b"en\tde\nno tab\nA dog.\tEin Hund.\n")
+    (tmp_path / "valid.tsv").write_bytes(b"en\tde\nno tab\nA cat.\tKatze.\na dog\tein hund\n")
+    data = DataConfig(corpus="tsv", path=str(tmp_path), bad_rows="drop", target_language="de")
+    training, held_out = (open_corpora(data, role) for role in ("train", "valid"))
+    warn_of_shared_text(training, held_out, data)
+    assert f"a dog | ein hund ({tmp_path}/valid.tsv, line 4), in training " in caplog.text
+    assert f"A dog. | Ein Hund. ({tmp_path}/train.tsv, line 3)" in caplog.text
+
+
 def test_pairs_that_were_held_out_are_not_looked_for_again(caplog):
     held_out = dataclasses.replace(
         open_corpora(DataConfig(corpus="reverse", generated_pairs=9), "train")[0], may_be_empty=True

@@ -189,8 +189,9 @@ def test_empty_lines_are_not_translated(talker):
     translator = make_translator(talker)
     assert translator.translate(["", " ", "\t"]) == ["", "", ""]
     assert translator.translate([]) == []
-    (empty,) = translator.translate_n_best([""], 3)[0]
-    assert (empty.text, empty.score, empty.tokens) == ("", 0.0, ())
+    for text in ("", "\u200b", " \ufeff\0"):
+        (empty,) = translator.translate_n_best([text], 3)[0]
+        assert (empty.text, empty.score, empty.tokens) == ("", 0.0, ())
 
 
 def test_a_translation_is_one_line(talker, monkeypatch):

@@ -1,17 +1,30 @@
 """Text as it is compared, to find sentences that occur in several corpora.
 
-Texts are equal if they are so in NFKC, with folded case, single spaces and no punctuation or format
-characters. It takes many texts at once: one by one, it would take several times as long.
+Texts are equal if they are so in NFKC, with folded case, single spaces and no punctuation, format
+characters or other invisible ones. It takes many texts at once: one by one, it would take several
+times as long.
 """
 
 import hashlib
 import itertools
+import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
+INVISIBLE = (
+    "\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e\u2060-\u206f"
+    "\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufff8\U0001bca0-\U0001bca3\U0001d173-\U0001d17a"
+    "\U000e0000-\U000e0fff"
+)
+"""Unicode's Default_Ignorable_Code_Point, as the ranges of a set in a regular expression."""
+
+find_visible = re.compile(rf"[^\s\x00-\x1f\x7f-\x9f{INVISIBLE}]").search
+"""Finds a character that is not white space, a control or invisible (as U+200B, U+FEFF)."""
+
 _CHUNK = 500  # Texts.
+_is_invisible = re.compile(f"[{INVISIBLE}]").match
 _UNKNOWN, _REMOVED = 2**32 - 1, 2**32 - 2
 
 _CHARACTERS = np.full(0x110000, _UNKNOWN, np.uint32)
@@ -55,11 +68,11 @@ def hashed(texts: Sequence[str]) -> np.ndarray:
     return np.where([text != "" for text in compared], hashes, np.uint64(0))
 
 
-def in_chunks(pairs: Iterable[tuple[str, str]]) -> Iterator[tuple[list[str], list[str]]]:
-    """Yields the sources and targets of as many pairs as are best compared at once."""
+def in_chunks(pairs: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
+    """Yields as many pairs as are best compared at once."""
     rest = iter(pairs)
     while chunk := list(itertools.islice(rest, _CHUNK)):
-        yield [source for source, _ in chunk], [target for _, target in chunk]
+        yield chunk
 
 
 def _folded(text: str) -> str:
@@ -75,10 +88,13 @@ def _spaced(text: str) -> str:
         for code in np.unique(codes[unknown]):
             category = unicodedata.category(chr(code))
             spaced = ord(" ") if category[0] in "PZC" else code
-            _CHARACTERS[code] = _REMOVED if category == "Cf" else spaced
+            is_removed = category == "Cf" or _is_invisible(chr(code))
+            _CHARACTERS[code] = _REMOVED if is_removed else spaced
         kept = _CHARACTERS[codes]
     return kept[kept != _REMOVED].tobytes().decode("utf-32-le", "surrogatepass")
 
 
 def _without_blanks(text: str) -> str:
-    return "".join(c for c in _folded(text) if unicodedata.category(c)[0] not in "ZC")
+    folded = _folded(text)
+    kept = (c for c in folded if unicodedata.category(c)[0] not in "ZC" and not _is_invisible(c))
+    return "".join(kept)

@@ -316,6 +316,7 @@ def _languages(corpus: CorpusConfig) -> tuple[str, str]:
 
 def _open(corpus: CorpusConfig, data: DataConfig, prefix: str, has_inputs: bool) -> Source:
     path, split, languages = corpus.path, corpus.split, _languages(corpus)
+    drops = data.bad_rows == "drop"
     match corpus.kind:
         case "text":
             return _open_text(corpus, data, prefix, has_inputs)
@@ -327,9 +328,9 @@ def _open(corpus: CorpusConfig, data: DataConfig, prefix: str, has_inputs: bool)
             return _generate(corpus, data, _phrases(corpus, prefix))
         case "datasets":
             columns, option = corpus.columns, f"{prefix}path"
-            return datasets_reader.open_saved(Path(path), split, columns, languages, option)
+            return datasets_reader.open_saved(Path(path), split, columns, languages, option, drops)
     known = languages if has_inputs else (None, languages[1])
-    return tfds_reader.open_split(path, split, known, prefix)
+    return tfds_reader.open_split(path, split, known, prefix, drops)
 
 
 def _open_text(corpus: CorpusConfig, data: DataConfig, prefix: str, has_inputs: bool) -> Source:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from flaxformer_mt.config.fields import suggestion
-from flaxformer_mt.data.corpora.rows import LINE_BREAKS
-from flaxformer_mt.data.corpora.text_files import Source, digest_files
+from flaxformer_mt.data.corpora.parquet_reader import rows_of
+from flaxformer_mt.data.corpora.rows import BadRows, Fault, placed
+from flaxformer_mt.data.corpora.text_files import Source, digest_files, source_of
 from flaxformer_mt.errors import UserError
 
 _READ_AT_ONCE = 1000  # Rows.
@@ -21,7 +22,12 @@ def is_saved(path: Path) -> bool:
 
 
 def open_saved(
-    folder: Path, split: str, columns: Sequence[str], languages: tuple[str, str], option: str
+    folder: Path,
+    split: str,
+    columns: Sequence[str],
+    languages: tuple[str, str],
+    option: str,
+    drops_bad_rows: bool,
 ) -> Source:
     """Opens a data set, or one of its splits, that `save_to_disk` has written to a folder.
 
@@ -58,18 +64,25 @@ def open_saved(
         columns = [f"{prefix}{language}" for language in languages]
     for column in columns:
         _check_column(flat.features, column, name)
-    flat = flat.select_columns([*columns])
+    flat = flat.select_columns([*columns]).with_format("arrow")
     files = [Path(file["filename"]) for file in rows.cache_files]
 
-    def pairs() -> Iterator[tuple[str, ...]]:
+    def pairs(bad_rows: BadRows) -> Iterator[tuple[str, ...]]:
         for first in range(0, len(flat), _READ_AT_ONCE):
             try:
                 part = flat[first : first + _READ_AT_ONCE]
             except (ValueError, SystemError, OSError, pyarrow.ArrowException) as error:
                 raise UserError(f"{name} cannot be read: {error}") from error
-            yield from zip(*(map(_line, part[column]) for column in columns), strict=True)
+            for number, pair in enumerate(rows_of(part, columns), start=first + 1):
+                if isinstance(pair, Fault):
+                    bad_rows.add(None, number, pair)
+                else:
+                    yield placed(pair, None, number)
 
-    return Source(name, pairs, lambda: digest_files(files, repr(tuple(columns)).encode()))
+    def digest() -> bytes:
+        return digest_files(files, repr(tuple(columns)).encode())
+
+    return source_of(name, pairs, digest, drops_bad_rows)
 
 
 def _check_column(features: Any, column: str, name: str) -> None:
@@ -81,7 +94,3 @@ def _check_column(features: Any, column: str, name: str) -> None:
     kind = str(getattr(features[column], "dtype", type(features[column]).__name__))
     if kind not in ("string", "large_string"):
         raise UserError(f"{name}: column {column!r} (data.columns) has no text: {kind}")
-
-
-def _line(text: str | None) -> str:
-    return "" if text is None else LINE_BREAKS.sub(" ", text.rstrip("\r\n"))

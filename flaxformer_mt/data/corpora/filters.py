@@ -13,13 +13,13 @@ import collections
 import dataclasses
 import functools
 import hashlib
-import re
 import unicodedata
 from collections.abc import Callable
 
 import numpy as np
 
 from flaxformer_mt.config import DataConfig
+from flaxformer_mt.data.corpora.comparison import find_visible
 from flaxformer_mt.data.corpora.corpus import Corpus
 from flaxformer_mt.data.corpora.rows import Dropped
 from flaxformer_mt.errors import UserError
@@ -27,11 +27,6 @@ from flaxformer_mt.writing_systems import count_words
 
 _EXAMPLE_LENGTH = 60  # Characters shown per side of an example.
 _MERGE_AT = 1 << 20  # Size of the Python set at which its hashes are merged into the sorted array.
-
-# Finds a character that is not white space, a control or a format character (as U+200B, U+FEFF).
-_VISIBLE = re.compile(
-    r"[^\s\x00-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff]"
-).search
 
 # First words of the Unicode names of a script's characters, where they differ from the English name
 # of the script.
@@ -133,7 +128,7 @@ def _checks(
     limit, ratio = config.max_words, config.max_length_ratio
     checks: dict[str, Callable[[str, str], bool]] = {}
     side = 0 if has_inputs else 1
-    checks["empty side"] = lambda *pair: not all(map(_VISIBLE, pair[side:]))
+    checks["empty side"] = lambda *pair: not all(map(find_visible, pair[side:]))
     if limit:
         checks[f"more than {limit} words"] = lambda *pair: max(map(count_words, pair)) > limit
     if ratio and has_inputs:

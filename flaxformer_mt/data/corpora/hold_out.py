@@ -158,13 +158,15 @@ class Division:
         corpus = self.corpora[number]
         # Repeated pairs are excluded by their keys.
         filters = dataclasses.replace(self.config, drop_duplicates=False)
-        passes = PairFilter(filters, corpus, self.has_inputs).keep
+        untagged = dataclasses.replace(corpus, tag="")
+        passes = PairFilter(filters, untagged, self.has_inputs).keep
         gives = any(number in numbers for numbers, *_ in self.quotas)
         is_filtered = gives and self.config.filter_held_out
         nowhere = itertools.repeat("")  # What is dropped here is not reported.
         chunks = [np.empty(0, _LINE)]
-        for sources, targets in in_chunks(corpus.stream()):
-            lines = np.empty(len(sources), _LINE)
+        for pairs in in_chunks(corpus.stream()):
+            sources, targets = zip(*pairs, strict=True)
+            lines = np.empty(len(pairs), _LINE)
             lines["source"], lines["target"] = hashed(sources), hashed(targets)
             lines["passes"] = not is_filtered or [*map(passes, nowhere, sources, targets)]
             chunks.append(lines)
@@ -177,21 +179,21 @@ class Division:
         gives = np.isin(owners, [number for numbers, *_ in self.quotas for number in numbers])
         places = np.zeros(len(lines), np.int8)
         shares = np.zeros(len(lines), np.bool_)
-        frequencies = {side: _frequencies(lines[side], gives) for side in ("source", "target")}
-        budget = int((gives & lines["passes"]).sum()) / _FEWEST
-        all_wanted = sum(wanted for _, wanted, _ in self.quotas)
+        frequency = np.maximum(*(_frequencies(lines[side], gives) for side in ("source", "target")))
         for place, role in self._numbered:
             for numbers, wanted, option in self.quotas:
-                usable = np.isin(owners, numbers) & lines["passes"] & (_hashes(lines) != 0)
+                is_own = np.isin(owners, numbers)
+                usable = is_own & lines["passes"] & (_hashes(lines) != 0)
                 most = int(usable.sum()) // _FEWEST
                 if most < wanted:
                     raise UserError(self._too_many(option, wanted, most, numbers))
                 free = np.flatnonzero(usable & ~shares)
                 chosen = self._choose(
                     lines[free],
-                    *(frequency[free] for frequency in frequencies.values()),
+                    frequency[free],
+                    *(_frequencies(lines[side], is_own)[free] for side in ("source", "target")),
                     wanted=wanted,
-                    budget=budget * wanted / all_wanted,
+                    budget=most,
                     from_below=role == "valid",
                 )
                 if len(chosen) < 0.9 * wanted:
@@ -206,19 +208,21 @@ class Division:
     def _choose(
         self,
         lines: np.ndarray,
-        source_frequency: np.ndarray,
-        target_frequency: np.ndarray,
+        frequency: np.ndarray,
+        own_sources: np.ndarray,
+        own_targets: np.ndarray,
         *,
         wanted: int,
-        budget: float,
+        budget: int,
         from_below: bool,
     ) -> np.ndarray:
         """Returns the indices of at most `wanted` lines, which cost the training at most `budget`.
 
-        Frequent sources and targets come last, the rarest of them first, with one pair each.
+        Frequent sources and targets come last, the rarest of them first, with one pair each. What
+        they cost is the lines of the same corpora with the same source or target: `own_sources` and
+        `own_targets`.
         """
         limit = min(max(wanted // 10, 1), _MOST_OF_A_SOURCE)
-        frequency = np.maximum(source_frequency, target_frequency)
         hashes = _hashes(lines)
         hashes = hashes if from_below else ~hashes
         order = np.lexsort((hashes, np.where(frequency > limit, frequency, 0)))
@@ -228,8 +232,8 @@ class Division:
             kept &= _firsts(lines["source"] * _ODD + lines["target"])
         order, is_frequent = order[kept], is_frequent[kept]
         # The lines of a rare source are held out together.
-        costs = np.maximum(target_frequency[order], 1)
-        costs += np.where(is_frequent, source_frequency[order], 0)
+        costs = np.maximum(own_targets[order], 1)
+        costs += np.where(is_frequent, own_sources[order], 0)
         return order[np.cumsum(costs) <= budget][:wanted]
 
     def _too_many(self, option: str, wanted: int, most: int, numbers: Sequence[int]) -> str:

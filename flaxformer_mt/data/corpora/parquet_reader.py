@@ -2,18 +2,19 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from flaxformer_mt.config.fields import suggestion
 from flaxformer_mt.data.corpora import headers
-from flaxformer_mt.data.corpora.rows import LINE_BREAKS
+from flaxformer_mt.data.corpora.rows import LINE_BREAKS, Fault, decoded
 from flaxformer_mt.data.corpora.text_files import opened
 from flaxformer_mt.errors import UserError
 
 
 def stream_rows(
     path: Path, columns: Sequence[str], languages: tuple[str, str]
-) -> Iterator[tuple[int, list[str]]]:
-    """Yields the number of each row, from 1, and its source and target; a missing text is "".
+) -> Iterator[tuple[int, Sequence[str] | Fault]]:
+    """Yields the number of each row, from 1, and its source and target or what is wrong with it.
 
     Columns are named, numbered from 1, or found by their names, as in `tables`; the members of a
     column `translation` are `translation.en`, ...
@@ -38,11 +39,25 @@ def stream_rows(
             number = 0
             for batch in file.iter_batches(columns=names):
                 table = pyarrow.Table.from_batches([batch]).flatten()
-                for pair in zip(*(table[name].to_pylist() for name in names), strict=True):
+                for pair in rows_of(table, names):
                     number += 1
-                    yield number, [LINE_BREAKS.sub(" ", text or "") for text in pair]
+                    yield number, pair
         except (pyarrow.ArrowException, OSError, ValueError) as error:
             raise UserError(f"{path} cannot be read as Parquet: {error}") from error
+
+
+def rows_of(table: Any, names: Sequence[str]) -> Iterator[Sequence[str] | Fault]:
+    """Yields the texts of two columns of an Arrow table; a missing text is ""."""
+    for pair in zip(*(_texts(table[name]) for name in names), strict=True):
+        fault = next((text for text in pair if isinstance(text, Fault)), None)
+        yield fault or [LINE_BREAKS.sub(" ", str(text or "").rstrip("\r\n")) for text in pair]
+
+
+def _texts(column: Any) -> list[str | Fault | None]:
+    try:
+        return column.to_pylist()
+    except UnicodeDecodeError:  # Arrow itself does not check what it calls strings.
+        return [text and decoded(text) for text in column.cast("large_binary").to_pylist()]
 
 
 def _name(path: Path, names: Sequence[str], column: str) -> str:

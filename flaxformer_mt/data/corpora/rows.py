@@ -4,7 +4,7 @@ import dataclasses
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from flaxformer_mt.errors import UserError
 
@@ -22,7 +22,8 @@ class Row(tuple[str, str]):
 
     Attributes:
       path: the file; of parallel files, the first. None if the texts are not of a file.
-      number: number of the first line of the row, from 1; of a Parquet file, of the row itself.
+      number: number of the first line of the row, from 1; of a Parquet file or a prepared data set,
+        of the row itself.
     """
 
     path: Path | None = None
@@ -31,27 +32,32 @@ class Row(tuple[str, str]):
 
 def with_place(texts: tuple[str, str], row: tuple[str, ...]) -> tuple[str, str]:
     """Returns texts with the place of a row, if it has one."""
-    if not isinstance(row, Row):
-        return texts
-    placed = Row(texts)
-    placed.path, placed.number = row.path, row.number
-    return placed
+    return placed(texts, row.path, row.number) if isinstance(row, Row) else texts
 
 
 def place_of(texts: tuple[str, ...], number: int) -> str:
-    """Describes where texts were read; without a file they are pair `number` of their corpus."""
-    if isinstance(texts, Row) and texts.path is not None:
+    """Describes where texts were read; those without a place are pair `number` of their corpus."""
+    if isinstance(texts, Row):
         return place(texts.path, texts.number)
     return place(None, number)
 
 
 def place(path: Path | str | None, number: int) -> str:
     """Describes a line of a file, a row of a Parquet file, or a pair that is not of a file."""
-    return f"{path}, {_unit(path)} {number}" if path else f"pair {number}"
+    return f"{path}, {_unit(path)} {number}" if path else f"{_unit(None)} {number}"
 
 
-def _unit(path: Path | str) -> str:
+def _unit(path: Path | str | None) -> str:
+    if path is None:
+        return "pair"
     return "row" if str(path).lower().endswith(".parquet") else "line"
+
+
+def placed(texts: Iterable[str], path: Path | None, number: int) -> Row:
+    """Returns texts as a row with its place."""
+    row = Row(cast(tuple[str, str], texts))
+    row.path, row.number = path, number
+    return row
 
 
 class Fault(NamedTuple):
@@ -66,6 +72,18 @@ class Fault(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.kind}{self.detail}{self.advice and f'; {self.advice}'}"
+
+
+def decoded(text: bytes, whole: str = "text") -> str | Fault:
+    """Decodes UTF-8; `whole` is what a byte that is not is counted in."""
+    try:
+        return text.decode()
+    except UnicodeDecodeError as error:
+        return Fault(
+            "not UTF-8",
+            f" (byte {error.start + 1} of the {whole} is {text[error.start]:#04x})",
+            "convert it to UTF-8",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,14 +124,16 @@ class BadRows:
 
     Args:
       drops: whether they are counted in `dropped`, by kind, instead of being an error.
+      name: origin of rows that are not of a file, for the message of the error.
     """
 
-    def __init__(self, drops: bool = False) -> None:
+    def __init__(self, drops: bool = False, name: str = "") -> None:
         self.dropped: dict[str, Dropped] = {}
         self._drops = drops
-        self._errors: list[tuple[Path, int, Fault]] = []
+        self._name = name
+        self._errors: list[tuple[Path | None, int, Fault]] = []
 
-    def add(self, path: Path, number: int, fault: Fault) -> None:
+    def add(self, path: Path | None, number: int, fault: Fault) -> None:
         """Counts a row; without `drops`, the fifth one raises the error of all."""
         if not self._drops:
             self._errors.append((path, number, fault))
@@ -134,7 +154,8 @@ class BadRows:
         if not self._errors:
             return
         path, number, first = self._errors[0]
-        texts = [f"{place(path, number)}: {first.kind}{first.detail}"]
+        origin = "" if path else f"{self._name}, "
+        texts = [f"{origin}{place(path, number)}: {first.kind}{first.detail}"]
         for other, number, fault in self._errors[1:]:
             where = f"{_unit(path)} {number}" if other == path else place(other, number)
             texts.append(f"{where}: {fault.kind}{fault.detail}")

@@ -24,7 +24,7 @@ from typing import Any, Literal, TypeAlias
 from flaxformer_mt.config.data import Quoting
 from flaxformer_mt.config.fields import suggestion
 from flaxformer_mt.data.corpora import headers, parquet_reader, tmx_reader
-from flaxformer_mt.data.corpora.rows import LINE_BREAKS, BadRows, Fault, Row
+from flaxformer_mt.data.corpora.rows import LINE_BREAKS, BadRows, Fault, placed
 from flaxformer_mt.data.corpora.text_files import (
     MAX_LINE_BYTES,
     blocks,
@@ -91,9 +91,7 @@ class Table:
             if isinstance(cells, Fault):
                 bad_rows.add(path, number, cells)
             elif least <= len(cells) <= most:
-                pair = Row((cells[source], cells[target]))
-                pair.path, pair.number = path, number
-                yield pair
+                yield placed((cells[source], cells[target]), path, number)
             else:
                 bad_rows.add(path, number, self._fault(len(cells), indices, most))
 
@@ -309,7 +307,7 @@ def _json_cells(line: str, columns: Sequence[str], languages: tuple[str, str]) -
 
 
 def _member(name: str, values: dict[str, Any]) -> str | Fault:
-    """Returns a member of a JSON object; "a.b" is member "b" of member "a"."""
+    """Returns a member of a JSON object, "" for null; "a.b" is member "b" of member "a"."""
     value: Any = values
     for part in [name] if name in values else name.split("."):
         if not isinstance(value, dict) or part not in value:
@@ -319,6 +317,8 @@ def _member(name: str, values: dict[str, Any]) -> str | Fault:
                 "name the source and the target by data.columns",
             )
         value = value[part]
+    if value is None:
+        return ""
     if not isinstance(value, str):
         return Fault(f"{name!r} is not a string")
     return LINE_BREAKS.sub(" ", value)

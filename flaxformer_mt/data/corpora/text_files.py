@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
-from flaxformer_mt.data.corpora.rows import BadRows, Dropped, Fault, Row
+from flaxformer_mt.data.corpora.rows import BadRows, Dropped, Fault, decoded, placed
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.input_files import open_regular
 
@@ -190,9 +190,7 @@ def stream_parallel(*paths: Path, bad_rows: BadRows | None = None) -> Iterator[t
         if bad_rows and fault:
             bad_rows.add(fault[0], number, fault[1])
             continue
-        row = Row(cast(tuple[str, str], lines))
-        row.path, row.number = paths[0], number
-        yield row
+        yield placed(cast(tuple[str, ...], lines), paths[0], number)
 
 
 def of_files(
@@ -206,22 +204,35 @@ def of_files(
     """
     names = [" and ".join(map(str, group)) for group in files]
     more = f", and {len(files) - 1} more" if len(files) > 1 else ""
+
+    def rows(bad_rows: BadRows) -> Iterator[tuple[str, ...]]:
+        for group in files:
+            yield from read(*group, bad_rows=bad_rows)
+            bad_rows.check()
+
+    def digest() -> bytes:
+        return digest_files(itertools.chain.from_iterable(files))
+
+    return source_of(f"{names[0]}{more}", rows, digest, drops_bad_rows)
+
+
+def source_of(
+    name: str,
+    rows: Callable[[BadRows], Iterator[tuple[str, ...]]],
+    digest: Callable[[], bytes],
+    drops_bad_rows: bool,
+) -> Source:
+    """Returns text of which `rows` yields the pairs, and adds what is malformed to `BadRows`."""
     last = BadRows()
 
-    def groups() -> Iterator[Iterable[tuple[str, ...]]]:
+    def read() -> Iterator[tuple[str, ...]]:
         nonlocal last
-        bad_rows = BadRows(drops_bad_rows)
-        for group in files:
-            yield read(*group, bad_rows=bad_rows)
-            bad_rows.check()
+        bad_rows = BadRows(drops_bad_rows, name)
+        yield from rows(bad_rows)
+        bad_rows.check()
         last = bad_rows
 
-    return Source(
-        f"{names[0]}{more}",
-        lambda: itertools.chain.from_iterable(groups()),
-        lambda: digest_files(itertools.chain.from_iterable(files)),
-        lambda: last.dropped,
-    )
+    return Source(name, read, digest, lambda: last.dropped)
 
 
 def digest_files(paths: Iterable[Path], rule: bytes = b"") -> bytes:
@@ -449,13 +460,5 @@ def _decoded(lines: Iterable[bytes]) -> Iterator[str | Fault]:
             while len(line) > MAX_LINE_BYTES and not line.endswith(b"\n"):
                 line = next(remaining, b"")
             continue
-        try:
-            text = line.decode()
-        except UnicodeDecodeError as error:
-            yield Fault(
-                "not UTF-8",
-                f" (byte {error.start + 1} of the line is {line[error.start]:#04x})",
-                "convert it to UTF-8",
-            )
-            continue
-        yield text.removesuffix("\n").rstrip("\r")
+        text = decoded(line, "line")
+        yield text if isinstance(text, Fault) else text.removesuffix("\n").rstrip("\r")

@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from flaxformer_mt.data.corpora.rows import LINE_BREAKS
-from flaxformer_mt.data.corpora.text_files import Source, digest_file
+from flaxformer_mt.data.corpora.rows import LINE_BREAKS, BadRows, Fault, decoded, placed
+from flaxformer_mt.data.corpora.text_files import Source, digest_file, source_of
 from flaxformer_mt.errors import UserError
 
 _READ_AT_ONCE = 10_000  # Records; three times as fast as reading them one by one.
 
 LanguagePair: TypeAlias = tuple[str | None, str]
 """Codes of source and target language; the source is None for a language model."""
-_Take: TypeAlias = Callable[[Any], tuple[str, str] | None]
+_Take: TypeAlias = Callable[[Any], tuple[bytes, bytes] | None]
 """Extracts the pair from an example; None if the example lacks one of the languages."""
 
 
@@ -43,20 +43,18 @@ def require_tfds() -> Any:
     return tensorflow_datasets
 
 
-def _pairs(records: Any, take: _Take, name: str) -> Iterator[tuple[str, str]]:
+def _pairs(records: Any, take: _Take, name: str, bad_rows: BadRows) -> Iterator[tuple[str, str]]:
     """Yields the pairs of a sequence of serialized examples; line breaks become spaces."""
     for first in range(0, len(records), _READ_AT_ONCE):
         numbers = range(first, min(first + _READ_AT_ONCE, len(records)))
-        for number, example in zip(numbers, _read(records, numbers, name), strict=True):
-            try:
-                pair = take(example)
-            except UnicodeDecodeError as error:
-                raise UserError(
-                    f"{name}, example {number + 1:,}: not UTF-8 ({error.reason})"
-                ) from error
-            if pair is not None:
-                source, target = (LINE_BREAKS.sub(" ", text) for text in pair)
-                yield source, target
+        examples = _read(records, numbers, name)
+        for number, example in zip(numbers, map(take, examples), strict=True):
+            texts = [decoded(text) for text in example or ()]
+            fault = next((text for text in texts if isinstance(text, Fault)), None)
+            if fault:
+                bad_rows.add(None, number + 1, fault)
+            elif texts:
+                yield placed((LINE_BREAKS.sub(" ", str(text)) for text in texts), None, number + 1)
 
 
 def _read(records: Any, numbers: range, name: str) -> Iterator[Any]:
@@ -78,7 +76,9 @@ def _digest(records: Any, languages: LanguagePair) -> bytes:
     return digest.digest()
 
 
-def open_split(path: str, split: str, languages: LanguagePair, prefix: str) -> Source:
+def open_split(
+    path: str, split: str, languages: LanguagePair, prefix: str, drops_bad_rows: bool
+) -> Source:
     """Opens a split, such as "train[:10%]", of a data set.
 
     `path` is the name of a builder ("wmt14_translate/de-en"), or a folder with `dataset_info.json`.
@@ -107,15 +107,18 @@ def open_split(path: str, split: str, languages: LanguagePair, prefix: str) -> S
     take = _find_languages(tfds, builder.info.features, languages, f"{prefix}path={path}", prefix)
     name = f"{path}/{split}"
 
-    def pairs() -> Iterator[tuple[str, str]]:
-        found = _pairs(records, take, name)
+    def pairs(bad_rows: BadRows) -> Iterator[tuple[str, str]]:
+        found = _pairs(records, take, name, bad_rows)
         first = next(found, None)
-        if first is None:
+        if first is not None:
+            yield first
+            yield from found
+            return
+        bad_rows.check()
+        if not bad_rows.dropped:
             raise UserError(f"{name} has no example in {' and '.join(filter(None, languages))}")
-        yield first
-        yield from found
 
-    return Source(name, pairs, lambda: _digest(records, languages))
+    return source_of(name, pairs, lambda: _digest(records, languages), drops_bad_rows)
 
 
 def _how_to_prepare(path: str, is_folder: bool, prefix: str) -> str:
@@ -150,15 +153,14 @@ def _find_languages(
                 f"{prefix}{side}_language={language}: {where} has only {', '.join(known)}"
             )
 
-    def take(example: Any) -> tuple[str, str] | None:
+    def take(example: Any) -> tuple[bytes, bytes] | None:
         texts = example if key is None else example[key]
         if not is_fixed:
             texts = _by_language(texts)
         if any(language and language not in texts for language in languages):
             return None
         source_language, target_language = languages
-        source = texts[source_language].decode() if source_language else ""
-        return source, texts[target_language].decode()
+        return texts[source_language] if source_language else b"", texts[target_language]
 
     return take
 

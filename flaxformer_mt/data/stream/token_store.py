@@ -262,7 +262,7 @@ class _Store:
                     if not files or files[-1][1] != path:
                         files.append((kept_before + len(kept), path))
                     kept.append(pair)
-                    numbers.append(pair.number if isinstance(pair, Row) and path else number)
+                    numbers.append(pair.number if isinstance(pair, Row) else number)
             _append(folder / "place.numbers", np.array(numbers, np.int64))
             kept_before += len(kept)
             read += len(chunk)
