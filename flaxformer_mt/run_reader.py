@@ -194,8 +194,7 @@ class Run:
           **options: search options, fields of `DecodeConfig`.
 
         Returns:
-          BLEU (with the tokenizer for the target language), chrF, chrF++ and TER with their
-          signatures, see `evaluation.evaluate`.
+          BLEU, chrF, chrF++ and TER with their signatures, see `evaluation.evaluate`.
 
         Raises:
           UserError: one of `sources` and `references` is missing, their numbers differ, or the
@@ -203,7 +202,6 @@ class Run:
         """
         from flaxformer_mt import evaluation
         from flaxformer_mt.decoding.translator import into_languages
-        from flaxformer_mt.evaluation.metrics import tokenizer_of_run
 
         if (sources is None) != (references is None) or (sources is not None and split is not None):
             raise UserError("give sources together with references, or neither; split without them")
@@ -218,7 +216,6 @@ class Run:
         chosen: dict[str, Any] = {
             "sources": given,
             "metrics": metrics,
-            "tokenize": tokenizer_of_run(self.config.data),
             "confidence": confidence,
         }
         evaluation.check_options(len(given), **chosen)

@@ -616,6 +616,7 @@ def test_help_fits_80_columns_and_keeps_the_examples(name, capsys, monkeypatch):
     assert exit_info.value.code == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
+    assert not [line for line in lines if "(default: )" in line]
     shown = examples("\n".join(lines))
     assert shown
     assert shown == examples(docstring(name))

@@ -221,7 +221,8 @@ CONTINUABLE = {
     "model": {"remat"},
     "optimizer": set(),
     "train": {
-        "num_steps", "log_every", "eval_every", "eval_sentences", "checkpoint_every", "keep_last",
+        "num_steps", "log_every", "eval_every", "eval_sentences", "eval_sample",
+        "checkpoint_every", "keep_last",
         "teacher_forced_metrics",
         "watch", "keep_best", "show_translations", "early_stopping_patience", "max_skipped_steps",
         "init_from", "profile_steps",
@@ -351,6 +352,13 @@ def test_configurations_of_earlier_versions_load():
     assert experiment.train.seed == 2**32
     assert experiment.data.train_corpora == (CorpusConfig(path="b", weight=2),)
     assert configuration.from_json(configuration.to_json(experiment)) == experiment
+
+
+def test_files_of_earlier_versions_without_a_field_stand_for_what_they_did():
+    values = configuration.to_dict(ExperimentConfig())
+    assert configuration.from_dict(values).train.eval_sample == "random"
+    del values["train"]["eval_sample"]
+    assert configuration.from_dict(values).train.eval_sample == "first"
 
 
 def test_values_of_earlier_versions_are_read():

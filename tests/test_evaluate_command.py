@@ -141,12 +141,16 @@ def test_a_function_of_the_users_that_fails_is_named(command, files):
 def test_the_default_tokenizer_of_text_without_spaces(command, files):
     for name in ("a.ja", "test.ja"):
         (files / name).write_text("今日は天気がいい\n私は学生です\n猫\n")
-    _, out, err = command("--hypothesis", "a.ja", "--reference", "test.ja")
-    assert "words without spaces" in err
-    assert json.loads(out)["bleu"] < 100
-    for given in ("char", "13a"):
-        _, out, err = command("--hypothesis", "a.ja", "--reference", "test.ja", "--tokenize", given)
-        assert err == ""
+    files_of_text = ("--hypothesis", "a.ja", "--reference", "test.ja")
+    _, out, err = command(*files_of_text)
+    assert "a script without spaces: BLEU's tokenizer is char" in err
+    scores = json.loads(out)
+    assert (scores["bleu"], scores["ter"]) == (100, 0)
+    assert "|tok:char|" in scores["bleu_signature"]
+    assert "|norm:yes|punct:yes|asian:yes|" in scores["ter_signature"]
+    assert command(*files_of_text, "--tokenize", "char")[2] == ""
+    assert "BLEU is no measure of quality" in command(*files_of_text, "--tokenize", "13a")[2]
+    assert command(*files_of_text, "--tokenize", "13a", "--metric", "chrf")[0] != 0
     assert command("--hypothesis", "a.de", "--reference", "test.de")[2] == ""
 
 

@@ -11,10 +11,8 @@ import numpy as np
 import pytest
 import sacrebleu
 
-from flaxformer_mt.config import CorpusConfig, DataConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.evaluation import compare, evaluate
-from flaxformer_mt.evaluation.metrics import tokenizer_of, tokenizer_of_run
 
 REFERENCES = ["Ein kleiner Hund läuft über die Wiese.", "Zwei Männer, die lachen."]
 HYPOTHESES = ["Ein kleiner hund läuft auf der Wiese.", "Zwei Männer, die lachen."]
@@ -47,14 +45,73 @@ def test_bleu_is_case_sensitive():
     assert evaluate(lower, REFERENCES)["bleu"] < 80
 
 
-def test_languages_without_spaces_have_a_tokenizer_of_their_own():
-    names = {"de": "13a", "": "13a", "zh_CN": "zh", "zho_Hans": "zh", "JA": "char", "th-TH": "char"}
-    assert {name: tokenizer_of(name) for name in names} == names
-    text = ["今日は天気がいい", "私は学生です"]
-    found = {
-        name: evaluate(text, text, tokenize=tokenizer_of(name))["bleu"] for name in ("ja", "en")
-    }
-    assert found == {"ja": pytest.approx(100), "en": 0}
+SPACELESS = {
+    "これはペンです。": ("char", "tercom-char"),
+    "ｺﾚﾊﾍﾟﾝﾃﾞｽ": ("char", "tercom-char"),
+    "今日は天気が良いので散歩します。": ("char", "tercom"),
+    "我们今天去北京，好吗？": ("zh", "tercom"),
+    "時々雨、後晴れ": ("char", "tercom"),
+    "ฉันรักกาแฟมาก": ("char", "tercom-char"),
+    "ຂ້ອຍມັກກາເຟຫຼາຍ": ("char", "tercom-char"),
+    "ខ្ញុំចូលចិត្តកាហ្វេ": ("char", "tercom-char"),
+    "ကျွန်တော်ကော်ဖီကြိုက်တယ်": ("char", "tercom-char"),
+    "བོད་སྐད་ཤེས་ཀྱི་ཡོད།": ("char", "tercom-char"),
+}
+
+
+@pytest.mark.parametrize(("reference", "tokenizers"), SPACELESS.items())
+def test_the_text_says_how_its_words_are_separated(reference, tokenizers):
+    almost = reference[:-2] + reference[-1:]
+    for text in ([reference] * 3, [reference, "OK.", "A few words of English beside it."]):
+        metrics = evaluate([almost, *text[1:]], text)
+        assert f"|tok:{tokenizers[0]}|" in metrics["bleu_signature"]
+        assert f"|tok:{tokenizers[1]}|norm:yes|punct:yes|asian:yes|" in metrics["ter_signature"]
+        assert 50 < metrics["bleu"] < 100
+        assert 0 < metrics["ter"] < 20
+
+
+def test_ter_of_chinese_characters_is_that_of_sacrebleu():
+    references = ["我们今天去北京，好吗？", "今日は天気が良いので散歩します。"]
+    hypotheses = ["我们明天去北京好吗？", "今日は天気がいいので、散歩します。"]
+    options = {"normalized": True, "asian_support": True}
+    expected = sacrebleu.corpus_ter(hypotheses, [references], **options).score
+    assert evaluate(hypotheses, references)["ter"] == expected
+
+
+@pytest.mark.parametrize(
+    "references",
+    [
+        ["Ein Hund."],
+        ["Cà phê 咖啡 rất ngon, bạn ơi."],
+        ["나는 커피를 좋아해요."],
+        ["...", "12"],
+        [""],
+    ],
+)
+def test_words_with_spaces_have_the_tokenizers_of_sacrebleu(references):
+    metrics = evaluate(references, references)
+    assert "|tok:13a|" in metrics["bleu_signature"]
+    assert "|tok:tercom|norm:no|punct:yes|asian:no|" in metrics["ter_signature"]
+
+
+@pytest.mark.parametrize(
+    ("reference", "tokenize", "is_wrong"),
+    [
+        ("これはペンです。", "13a", True),
+        ("これはペンです。", "zh", True),
+        ("これはペンです。", "char", False),
+        ("これ は ペン です 。", "none", False),
+        ("我们今天去北京", "intl", True),
+        ("我们今天去北京", "zh", False),
+        ("Ein Hund.", "13a", False),
+    ],
+)
+def test_a_chosen_tokenizer_that_separates_nothing_is_warned_of(
+    reference, tokenize, is_wrong, caplog
+):
+    metrics = evaluate([reference], [reference], tokenize=tokenize)
+    assert f"|tok:{tokenize}|" in metrics["bleu_signature"]
+    assert ("BLEU is no measure of quality here" in caplog.text) == is_wrong
 
 
 def test_metrics_that_take_long_are_optional():
@@ -342,17 +399,6 @@ def test_options_of_comparisons_are_checked(options, error, message):
 def test_systems_have_names():
     with pytest.raises(TypeError, match="systems must be texts by name, not list"):
         compare([["a"]], ["a"])
-
-
-def test_the_tokenizer_of_a_run_is_that_of_the_languages_of_its_corpora():
-    def data(*languages, of_data="de"):
-        corpora = tuple(CorpusConfig(target_language=language) for language in languages)
-        return DataConfig(target_language=of_data, train_corpora=corpora)
-
-    assert tokenizer_of_run(data("zh", "zh_CN")) == "zh"
-    assert tokenizer_of_run(data("zh", "")) == "13a"
-    assert tokenizer_of_run(data("", of_data="ja")) == "char"
-    assert tokenizer_of_run(data(of_data="zh")) == "zh"
 
 
 def test_an_unknown_option_is_an_error_with_a_suggestion():

@@ -11,13 +11,22 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "flaxformer_mt"
 
 # What each package may import from the package, besides itself.
-LEAVES = {"accelerators", "errors", "exit_codes", "input_files", "memory_limits", "runs.atomic"}
+LEAVES = {
+    "accelerators",
+    "errors",
+    "exit_codes",
+    "input_files",
+    "memory_limits",
+    "runs.atomic",
+    "writing_systems",
+}
 ALLOWED = {
     "accelerators": set(),
     "errors": set(),
     "exit_codes": set(),
     "input_files": {"errors"},
     "memory_limits": {"errors"},
+    "writing_systems": set(),
     "config": LEAVES,
     "distributed": LEAVES,
     "interruption": LEAVES,

@@ -103,7 +103,7 @@ def evaluate(
         references, and returns a number, or a number for each sentence. Repeat the option for
         several.
       tokenize: Tokenizer of BLEU: 13a, intl, char, zh, ja-mecab, ko-mecab, flores200, none.
-        Default: that of the run's target language, or 13a.
+        Default: 13a, or zh or char if the references are in a script without spaces.
       lowercase: Ignore case in BLEU, chrF and chrF++, too. TER always does.
       confidence: Estimate 95% confidence intervals by bootstrap resampling.
       significance: Paired test against --baseline: bootstrap resampling (the default), which also
@@ -122,11 +122,8 @@ def evaluate(
     from flaxformer_mt.evaluation import metrics
     from flaxformer_mt.runs.folder import read_config
 
-    own_tokenizer = metrics.DEFAULT_TOKENIZER
     if run:
-        config = read_config(run[0])
-        own_tokenizer = metrics.tokenizer_of_run(config.data)
-        if decode.n_best != config.decode.n_best:
+        if decode.n_best != read_config(run[0]).decode.n_best:
             raise UserError("evaluate scores one translation per sentence: remove --n-best")
     else:
         chosen = None if checkpoint == "best" else checkpoint
@@ -149,17 +146,16 @@ def evaluate(
         "significance": significance,
         "standard": standard,
         "metrics": functions,
-        "tokenize": tokenize or own_tokenizer,
+        "tokenize": tokenize,
         "lowercase": lowercase,
         "confidence": confidence,
         "resamples": resamples or 0,
     }
     evaluation.check_options(len(test.references[0]), **options)
-    is_unsuitable = own_tokenizer == metrics.DEFAULT_TOKENIZER and "bleu" in standard
-    if tokenize is None and is_unsuitable and metrics.is_spaceless(test.references[0]):
+    chosen = metrics.separation_of(test.references[0]).bleu
+    if tokenize is None and "bleu" in standard and chosen != metrics.DEFAULT_TOKENIZER:
         output.print_note(
-            f"the references have words without spaces, which BLEU's tokenizer {own_tokenizer} "
-            "does not separate: give --tokenize zh, ja-mecab or char"
+            f"the references are in a script without spaces: BLEU's tokenizer is {chosen}"
         )
     name = " + ".join(map(str, run))
     systems = {} if baseline is None else {str(baseline): _parallel_lines(baseline, test)}

@@ -71,7 +71,8 @@ def call(function: Callable[..., Any], prog: str, arguments: Sequence[str], **de
 
 
 def _described(text: str, default: object) -> Any:
-    return tyro.conf.arg(help=text, help_behavior_hint="(optional)" if default is None else None)
+    is_empty = default is None or default == ()
+    return tyro.conf.arg(help=text, help_behavior_hint="(optional)" if is_empty else None)
 
 
 def wrap(text: str) -> str:

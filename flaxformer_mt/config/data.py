@@ -176,8 +176,8 @@ class DataConfig(_WithColumns):
     """bpe, unigram: encode characters outside the vocabulary as bytes instead of <unk>."""
     character_coverage: float = option(1.0, FieldRole.VOCABULARY, lowest=0.98, highest=1)
     """Share of the corpus' characters that the vocabulary covers."""
-    # The vocabulary carries it; files of earlier versions, which do not have it, mean "none".
-    normalization: Literal["nfc", "nfkc", "none"] = option("nfc", FieldRole.START)
+    # The vocabulary carries it.
+    normalization: Literal["nfc", "nfkc", "none"] = option("nfc", FieldRole.START, absent="none")
     """Unicode normalization of all text that a learned vocabulary encodes, in training as in
     translation. nfc: composed characters; nfkc: ligatures and full-width forms as ordinary letters,
     too; none: text as it is. Vocabularies of data.tokenizer_path have their own."""
@@ -285,10 +285,8 @@ def _ignores_path(corpus: str, train_corpora: tuple[CorpusConfig, ...], path: st
 def of_earlier_versions(values: dict[str, Any]) -> dict[str, Any]:
     """Returns the values of `DataConfig` that a file of an earlier version means.
 
-    It may have some without effect, its held-out pairs were chosen by their sources, and its text
-    was not normalized.
+    It may have some without effect, and its held-out pairs were chosen by their sources.
     """
-    values = {"normalization": "none", **values}
     if values.get("hold_out"):
         values = {"hold_out_rule": "source", **values}
     ignored = _ignores_path(

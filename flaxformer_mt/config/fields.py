@@ -131,6 +131,7 @@ def option(
     limit: float | None = None,
     also: float | None = None,
     formerly: Mapping[Any, T] | None = None,
+    absent: T | None = None,
 ) -> T:
     """Declares a field of a configuration dataclass.
 
@@ -145,10 +146,13 @@ def option(
         `MAX_INTEGER` or `MAX_NUMBER`.
       also: a sentinel accepted outside the interval, such as -1.
       formerly: today's value for each value that files of earlier versions have, if it differs.
+      absent: the value that files of earlier versions, which do not have the field, stand for; None
+        = the default.
     """
     if not roles:
         raise TypeError("a configuration field needs a role")
     metadata: dict[str, Any] = {"roles": frozenset(roles), "formerly": formerly or {}}
+    metadata |= {} if absent is None else {"absent": absent}
     lower = above if lowest is None else lowest
     if lower is None:
         if _is_number(default):

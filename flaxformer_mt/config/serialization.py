@@ -30,15 +30,20 @@ def to_dict(config: Any) -> dict[str, Any]:
 def from_dict(values: dict[str, Any], kind: type = ExperimentConfig, prefix: str = "") -> Any:
     """Makes a configuration from nested dictionaries; the inverse of `to_dict`.
 
-    Absent fields get their defaults, and values of earlier versions their current names. `prefix`
-    is that of field names in messages: "model.".
+    Absent fields get the values that `option` declares for them, or else their defaults, and values
+    of earlier versions their current names. `prefix` is that of field names in messages: "model.".
     """
     fields = {field.name: field for field in dataclasses.fields(kind)}
     for name in sorted(values.keys() - fields.keys()):
         hint = suggestion(f"{prefix}{name}", [f"{prefix}{field}" for field in fields])
         raise UserError(f"unknown configuration field {prefix}{name}{hint}")
     hints = type_hints(kind)
-    current = {
+    absent = {
+        name: field.metadata["absent"]
+        for name, field in fields.items()
+        if "absent" in field.metadata
+    }
+    current = absent | {
         name: _from_json_value(
             current_value(fields[name], value),
             hints[name],

@@ -429,7 +429,7 @@ class SentenceDecoder:
     def _num_units(self, pieces: Sequence[str]) -> int:
         if self.unit == "pieces":
             return len(pieces)
-        return max(alignment.words(pieces), default=-1) + 1
+        return max(alignment.aligned_words(pieces), default=-1) + 1
 
 
 def _known(target: Tokenizer, texts: Sequence[str]) -> list[list[int]]:

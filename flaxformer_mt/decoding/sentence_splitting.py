@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from flaxformer_mt.writing_systems import CHARACTER, is_boundary
+
 MeasureLengths = Callable[[Sequence[str]], list[int]]
 """Returns the number of tokens of each text."""
 
@@ -40,13 +42,6 @@ z zzgl г им проф см ср стр т ул
 """Abbreviations that end with a full stop inside a sentence; single letters are always such."""
 _ABBREVIATION_SET = frozenset(_ABBREVIATIONS.split())
 _MAX_ABBREVIATION_LENGTH = max(map(len, _ABBREVIATION_SET))
-
-# Scripts without spaces between words: Thai, Lao, Burmese, Khmer, Tibetan; Chinese and Japanese
-# with their punctuation and full-width forms. (Korean has spaces.)
-_SPACELESS = re.compile(
-    "[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3000-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
-    "\uff00-\uffef\U00020000-\U0003ffff]"
-)
 
 
 class Segment(NamedTuple):
@@ -83,8 +78,9 @@ def separators(translations: Sequence[str], segments: Sequence[Segment]) -> list
     found: list[str] = []
     end = ""
     for translation, segment in zip(translations, segments, strict=True):
-        spaceless = _SPACELESS.match(end) or _SPACELESS.match(translation)
-        is_joined = not end or not translation or segment.inside_word or spaceless
+        is_joined = (
+            not end or not translation or segment.inside_word or is_boundary(end, translation)
+        )
         found.append("" if is_joined else " ")
         end = translation[-1:] or end
     return found
@@ -192,5 +188,5 @@ def _split_anywhere(
     size = math.ceil(len(segment.text) / math.ceil(length / limit))
     for start in range(0, len(segment.text), size):
         text = segment.text[start : start + size]
-        inside_word = segment.inside_word if start == 0 else not _SPACELESS.match(text)
+        inside_word = segment.inside_word if start == 0 else not CHARACTER.match(text)
         yield from _split_anywhere(Segment(text, inside_word), limit, measure_lengths)

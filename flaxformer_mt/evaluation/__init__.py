@@ -4,6 +4,7 @@ Source: Post 2018, "A Call for Clarity in Reporting BLEU Scores".
 """
 
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,11 +12,14 @@ from flaxformer_mt.config.fields import suggestion
 from flaxformer_mt.decoding.text_arguments import require_iterable, require_texts
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.evaluation.metrics import (
+    DEFAULT_TOKENIZER,
     STANDARD,
     FunctionMetric,
     MetricFunction,
     MetricOptions,
+    Separation,
     sacrebleu_metric,
+    separation_of,
 )
 from flaxformer_mt.evaluation.significance import MetricScore, check_resampling, score_systems
 
@@ -30,6 +34,8 @@ __all__ = [
     "flattened",
 ]
 
+_log = logging.getLogger(__name__)
+
 
 def evaluate(
     hypotheses: Sequence[str],
@@ -38,7 +44,9 @@ def evaluate(
 ) -> dict[str, Any]:
     """Computes metrics of detokenized translations.
 
-    By default they are those of sacreBLEU with its default settings: cased, except for TER.
+    By default they are those of sacreBLEU with its default settings: cased, except for TER. If the
+    references are in a script without spaces, as Japanese is, BLEU and TER have tokenizers that
+    separate its words or characters, see `metrics.Separation`.
 
     Args:
       hypotheses: N translations.
@@ -83,8 +91,17 @@ def compare(
     given = _metric_options(options)
     _check_counts(texts, all_references, given.sources)
     _check_options(len(all_references[0]), given)
+    separation = separation_of(all_references[0])
+    if given.tokenize and "bleu" in given.standard and separation.is_unsuitable(given.tokenize):
+        _log.warning(
+            "BLEU is no measure of quality here: its tokenizer %s does not separate the words of "
+            "the references, which are in a script without spaces; %s, the default for them, does",
+            *(given.tokenize, separation.bleu),
+        )
+    if given.tokenize:
+        separation = dataclasses.replace(separation, bleu=given.tokenize)
     metrics: dict[str, Any] = {
-        name: sacrebleu_metric(name, all_references, given.tokenize, given.lowercase)
+        name: sacrebleu_metric(name, all_references, separation, given.lowercase)
         for name in given.standard
     }
     for name, function in (given.metrics or {}).items():
@@ -104,8 +121,9 @@ def check_options(sentences: int, **options: Any) -> None:
 
 
 def _check_options(sentences: int, options: MetricOptions) -> None:
+    separation = Separation(options.tokenize or DEFAULT_TOKENIZER)
     for name in options.standard:
-        sacrebleu_metric(name, [], options.tokenize, lowercase=False)
+        sacrebleu_metric(name, [], separation, lowercase=False)
     for name in options.metrics or {}:
         if name in STANDARD:
             raise UserError(f"the metric {name} is sacreBLEU's: give the function another name")

@@ -1,7 +1,6 @@
 """The metrics: those of sacreBLEU, and user-defined functions."""
 
 import dataclasses
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -9,9 +8,15 @@ import numpy as np
 from sacrebleu.metrics import BLEU, CHRF, TER
 from sacrebleu.metrics.base import Score, Signature
 
-from flaxformer_mt.config import DataConfig
 from flaxformer_mt.config.fields import suggestion
 from flaxformer_mt.errors import UserError, UserTypeError
+from flaxformer_mt.writing_systems import (
+    evenly_spaced,
+    han_share,
+    is_spaceless,
+    is_unsegmented,
+    separated,
+)
 
 STANDARD = ("bleu", "chrf", "chrf++", "ter")
 """The metrics of sacreBLEU, in the order of tables."""
@@ -19,28 +24,47 @@ STANDARD = ("bleu", "chrf", "chrf++", "ter")
 DEFAULT_TOKENIZER = "13a"
 """sacreBLEU's, for languages that separate words by spaces."""
 
-_SPACELESS = {
-    "zh": "zh", "zho": "zh", "cmn": "zh", "yue": "zh", "ja": "char", "jpn": "char", "th": "char",
-    "tha": "char", "lo": "char", "lao": "char", "km": "char", "khm": "char", "my": "char",
-    "mya": "char",
-}  # fmt: skip
+_NEED_SPACES = DEFAULT_TOKENIZER, "intl", "none"
+_SPACELESS_SHARE = 0.1  # Of the sentences, with which a corpus is tokenized as one without spaces.
+_HAN_FOR_BLEU = 0.9  # Share of Chinese characters from which `zh` separates everything.
+_HAN_FOR_TER = 0.2  # Japanese has about 0.4; TER's own tokenizer separates kana from them only.
 
 
-def tokenizer_of(language: str) -> str:
-    """Returns the tokenizer of BLEU for a language: one that separates words without spaces.
+@dataclasses.dataclass(frozen=True)
+class Separation:
+    """How sacreBLEU can separate the words of a text, by the scripts that it is in."""
 
-    Those that need further packages, such as ja-mecab, are not chosen: metrics of a run should not
-    depend on what is installed. The code of a language is such as "zh", "zh_CN" or "zho_Hans".
+    bleu: str = DEFAULT_TOKENIZER
+    """A tokenizer of BLEU. Those that need further packages, such as ja-mecab, are not chosen:
+    metrics should not depend on what is installed."""
+    ter: Literal["spaces", "asian", "characters"] = "spaces"
+    """What TER edits: words; sacreBLEU's "asian" words, which are Chinese characters and what is
+    between them; or characters of all scripts without spaces."""
+    has_spaces: bool = True
+    """Whether spaces separate the words, as in text that is segmented."""
+
+    def is_unsuitable(self, tokenize: str) -> bool:
+        """Returns whether a tokenizer of BLEU evidently does not separate the words."""
+        needs_spaces = tokenize in _NEED_SPACES or (tokenize == "zh" and self.ter == "characters")
+        return needs_spaces and not self.has_spaces
+
+
+def separation_of(texts: Sequence[str]) -> Separation:
+    """Returns how the words of sentences can be separated.
+
+    The text decides, and not the code of its language, which is spelled in many ways ("ja", "jp",
+    "zh.tok").
     """
-    return _SPACELESS.get(re.split("[-_]", language.lower())[0], DEFAULT_TOKENIZER)
-
-
-def tokenizer_of_run(data: DataConfig) -> str:
-    """Returns the tokenizer of BLEU for the target language of a run, 13a if it has several."""
-    corpora = (*data.train_corpora, *data.valid_corpora, *data.test_corpora)
-    languages = {corpus.target_language or data.target_language for corpus in corpora}
-    tokenizers = {tokenizer_of(language) for language in languages or {data.target_language}}
-    return tokenizers.pop() if len(tokenizers) == 1 else DEFAULT_TOKENIZER
+    sentences = [text for text in evenly_spaced(texts) if any(map(str.isalpha, text))]
+    spaceless = [text for text in sentences if is_spaceless(text)]
+    if len(spaceless) <= _SPACELESS_SHARE * len(sentences):
+        return Separation()
+    share = han_share(spaceless)
+    return Separation(
+        bleu="zh" if share >= _HAN_FOR_BLEU else "char",
+        ter="asian" if share >= _HAN_FOR_TER else "characters",
+        has_spaces=2 * sum(map(is_unsegmented, spaceless)) <= len(spaceless),
+    )
 
 
 MetricFunction = Callable[
@@ -65,8 +89,10 @@ class MetricOptions:
     """Which of "bleu", "chrf", "chrf++" and "ter" to compute. TER takes longest."""
     metrics: Mapping[str, MetricFunction] | None = None
     """Functions by name that are also computed."""
-    tokenize: str = DEFAULT_TOKENIZER
-    """sacreBLEU's name of BLEU's tokenizer: 13a, intl, zh, ja-mecab, ko-mecab, char, ..."""
+    tokenize: str | None = None
+    """sacreBLEU's name of BLEU's tokenizer: 13a, intl, zh, ja-mecab, ko-mecab, char, ...
+
+    None = 13a, or zh or char if the references are in a script without spaces."""
     lowercase: bool = False
     """Whether BLEU, chrF and chrF++ ignore case."""
     confidence: bool = False
@@ -80,35 +106,28 @@ class MetricOptions:
     confidence intervals."""
 
 
-# Thai, Lao, Myanmar, Khmer, kana, Han.
-_SPACELESS_LETTER = re.compile(
-    "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff]"
-)
-
-
-def is_spaceless(texts: Sequence[str]) -> bool:
-    """Returns whether most letters are of scripts that do not separate words by spaces."""
-    text = "".join(texts[:1000])
-    return 2 * len(_SPACELESS_LETTER.findall(text)) > sum(map(str.isalpha, text))
-
-
 def sacrebleu_metric(
-    name: str, references: Sequence[Sequence[str]], tokenize: str, lowercase: bool
+    name: str,
+    references: Sequence[Sequence[str]],
+    separation: Separation,
+    lowercase: bool,
 ) -> Any:
     """Returns a metric of sacreBLEU that has prepared the references, [per sentence][sentences].
 
-    `tokenize` is for BLEU; `lowercase` for all but TER, which always ignores case.
+    `lowercase` is for all but TER, which always ignores case.
 
     Raises:
       UserError: the metric or the tokenizer is unknown, or what the tokenizer needs is missing.
     """
     if name == "bleu":
-        return _bleu(references, tokenize, lowercase)
+        return _bleu(references, separation.bleu, lowercase)
     if name in ("chrf", "chrf++"):
         word_order = 2 if name == "chrf++" else 0
         return CHRF(word_order=word_order, lowercase=lowercase, references=references)
     if name == "ter":
-        return TER(references=references)
+        has_words = separation.ter == "spaces"
+        kind = _CharacterTER if separation.ter == "characters" else TER
+        return kind(normalized=not has_words, asian_support=not has_words, references=references)
     hint = suggestion(name, STANDARD) or f"; known: {', '.join(STANDARD)}"
     raise UserError(f"unknown metric {name!r}{hint}")
 
@@ -127,6 +146,17 @@ def _bleu(references: Sequence[Sequence[str]], tokenize: str, lowercase: bool) -
         raise UserError(
             f"the tokenizer {tokenize} cannot be used: its vocabulary could not be fetched: {error}"
         ) from error
+
+
+class _CharacterTER(TER):
+    """TER whose words are the characters of scripts without spaces, and the words of others."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.tokenizer_signature += "-char"
+
+    def _preprocess_segment(self, sentence: str) -> str:
+        return super()._preprocess_segment(separated(sentence))
 
 
 class FunctionMetric:

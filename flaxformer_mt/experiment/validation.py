@@ -18,7 +18,6 @@ from flaxformer_mt.decoding.parameters import on_one_device
 from flaxformer_mt.decoding.scoring.teacher_forcing import predict_tokens
 from flaxformer_mt.decoding.translator import Sentence, Translator, into_languages
 from flaxformer_mt.evaluation import evaluate
-from flaxformer_mt.evaluation.metrics import tokenizer_of_run
 from flaxformer_mt.evaluation.teacher_forced import seq2seq_acc, teacher_forced_bleu
 from flaxformer_mt.memory_limits import explained_exhaustion
 from flaxformer_mt.model.transformer import Transformer
@@ -46,13 +45,8 @@ class Validation:
         )
 
     def quality(self, hypotheses: Sequence[str], references: Sequence[str]) -> dict[str, Any]:
-        """Computes BLEU, with the tokenizer for the target language, and chrF."""
-        return evaluate(
-            hypotheses,
-            references,
-            standard=("bleu", "chrf"),
-            tokenize=tokenizer_of_run(self._config.data),
-        )
+        """Computes BLEU, with the tokenizer for the script of the references, and chrF."""
+        return evaluate(hypotheses, references, standard=("bleu", "chrf"))
 
     def measure(self, split: str, params: Any) -> dict[str, Any]:
         """Computes loss, accuracy and perplexity of the development or test corpus."""
@@ -77,8 +71,9 @@ class Validation:
         metrics = self.measure("valid", params)
         if not self._config.model.has_inputs:
             return metrics, []
-        texts, watched = self._dataset.valid.texts, self._config.train.watch
-        chosen = texts.first_of_parts(self._config.train.eval_sentences or len(texts))
+        train = self._config.train
+        texts, watched = self._dataset.valid.texts, train.watch
+        chosen = texts.sample(train.eval_sentences or len(texts), train.eval_sample)
         sources, references = (
             [side[index] for index in chosen] for side in (texts.sources, texts.targets)
         )
@@ -88,6 +83,8 @@ class Validation:
         hypotheses = self.translate(params, [*sentences, *watched])
         own = hypotheses[: len(sources)]
         quality = self.quality(own, references)
+        which = "" if len(own) == len(texts) else f"{train.eval_sample} {len(own):,} of "
+        quality["translated"] = f"{which or 'all '}{len(texts):,} sentences"
         samples = [
             *some_of([Sample(*each) for each in zip(sources, own, references, strict=True)]),
             *(Sample(*each) for each in zip(watched, hypotheses[len(sources) :], strict=True)),

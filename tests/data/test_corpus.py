@@ -274,13 +274,24 @@ def test_generated_splits_are_distinct_disjoint_and_reproducible(kind):
     assert load_corpus(config, "valid") == splits["valid"]
 
 
-def test_the_first_pairs_are_those_of_all_parts():
+def test_a_sample_is_of_all_parts():
     lines = [str(number) for number in range(10)]
     corpus = ParallelCorpus(lines, lines, "both", parts=(("a", 2), ("b", 0), ("c", 8)))
-    assert corpus.first_of_parts(5) == [0, 2, 3, 4, 5]
-    assert corpus.first_of_parts(100) == [*range(10)]
-    assert dataclasses.replace(corpus, parts=()).first_of_parts(3) == [0, 1, 2]
-    assert ParallelCorpus([], [], "none").first_of_parts(3) == []
+    assert corpus.sample(5, "first") == [0, 2, 3, 4, 5]
+    assert dataclasses.replace(corpus, parts=()).sample(3, "first") == [0, 1, 2]
+    for choice in ("first", "random"):
+        assert corpus.sample(100, choice) == [*range(10)]
+        assert ParallelCorpus([], [], "none").sample(3, choice) == []
+
+
+def test_a_random_sample_is_the_same_each_time_and_of_all_the_text():
+    lines = [str(number) for number in range(1000)]
+    corpus = ParallelCorpus(lines, lines, "both", parts=(("a", 400), ("b", 600)))
+    chosen = corpus.sample(100, "random")
+    assert chosen == corpus.sample(100, "random") == sorted(set(chosen))
+    assert [sum(index < 400 for index in chosen), len(chosen)] == [40, 100]
+    assert max(chosen[:40]) > 300
+    assert max(chosen) > 900
 
 
 def test_generated_held_out_pairs_do_not_depend_on_the_size_of_training():

@@ -12,6 +12,7 @@ from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE
 from flaxformer_mt.decoding.scoring.alignment import (
     align,
     align_words,
+    aligned_words,
     copy_unknown,
     pharaoh,
     without_ends,
@@ -53,6 +54,22 @@ def test_words_start_with_a_space_or_the_text():
     assert words(SOURCE_PIECES) == [0, 1, 1, 2]
     assert words([">>fra<<", "▁a", SPACE, "<0xE2>", "<0x98>", "▁b"]) == [0, 1, 2, 2, 2, 3]
     assert words([]) == []
+
+
+@pytest.mark.parametrize(
+    ("pieces", "groups"),
+    [
+        (["▁これ", "は", "ペン", "です", "。"], [0, 1, 2, 3, 4]),
+        (["▁", "ฉัน", "รัก", "กาแฟ"], [0, 0, 1, 2]),
+        (["▁我们", "今天早上去喝", "▁c", "af", "é", "很好的咖啡"], [0, 1, 2, 2, 2, 3]),
+        (["▁これ", "▁は", "▁ペ", "ン"], [0, 1, 2, 2]),  # Segmented text has words.
+        (["▁a", "b", "▁これ"], [0, 0, 1]),
+        (SOURCE_PIECES, [0, 1, 1, 2]),
+        ([], []),
+    ],
+)
+def test_pieces_are_words_where_no_spaces_separate_them(pieces, groups):
+    assert aligned_words(pieces) == groups
 
 
 def test_words_match_the_text(talker):

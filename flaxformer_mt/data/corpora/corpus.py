@@ -108,18 +108,24 @@ class ParallelCorpus(Corpus):
         """See `Corpus.pairs`."""
         return zip(self.sources, self.targets, strict=True)
 
-    def first_of_parts(self, wanted: int) -> list[int]:
-        """Returns `wanted` indices: the first pairs of each part, in proportion to its size."""
+    def sample(self, wanted: int, choice: Literal["random", "first"]) -> list[int]:
+        """Returns `wanted` indices in ascending order, of each part in proportion to its size.
+
+        They are the first ones of each part, or random ones, which depend on the sizes alone.
+        """
+        generator = random.Random(0)
         sizes = [size for _, size in self.parts] or [len(self)]
         ends = list(itertools.accumulate(sizes))
         wanted = min(wanted, len(self))
         # Rounding the ends, not the sizes, gives as many pairs as are wanted.
         rounded = [wanted * end // max(len(self), 1) for end in ends]
-        return [
-            end - size + index
-            for end, size, last, before in zip(ends, sizes, rounded, [0, *rounded], strict=False)
-            for index in range(last - before)
-        ]
+        chosen: list[int] = []
+        for end, size, last, before in zip(ends, sizes, rounded, [0, *rounded], strict=False):
+            indices, count = range(end - size, end), last - before
+            chosen += (
+                sorted(generator.sample(indices, count)) if choice == "random" else indices[:count]
+            )
+        return chosen
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,6 +23,7 @@ from flaxformer_mt.config import DataConfig
 from flaxformer_mt.data.corpora.corpus import Corpus
 from flaxformer_mt.data.corpora.rows import Dropped
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.writing_systems import count_words
 
 _EXAMPLE_LENGTH = 60  # Characters shown per side of an example.
 _MERGE_AT = 1 << 20  # Size of the Python set at which its hashes are merged into the sorted array.
@@ -46,6 +47,12 @@ _NAMES_OF_SCRIPTS = {
     "Nkoo": ("NKO",),
     "Orya": ("ORIYA",),
 }
+
+_COMMON_NAMES = {"chn": "zh", "chs": "zh_Hans", "cht": "zh_Hant", "cn": "zh", "jp": "ja"}
+"""Languages by names that are common, but not their ISO 639 codes."""
+
+_OF_SEVERAL_SCRIPTS = ("IDEOGRAPHIC", "VERTICAL", "MODIFIER")
+"""First words of the names of letters of more than one script: of 々 and 〆, 〻 and 〱, and ʼ."""
 
 
 class SeenPairs:
@@ -128,7 +135,7 @@ def _checks(
     side = 0 if has_inputs else 1
     checks["empty side"] = lambda *pair: not all(map(_VISIBLE, pair[side:]))
     if limit:
-        checks[f"more than {limit} words"] = lambda *pair: max(map(_words, pair)) > limit
+        checks[f"more than {limit} words"] = lambda *pair: max(map(count_words, pair)) > limit
     if ratio and has_inputs:
         checks[f"length ratio above {ratio:g}"] = lambda *pair: _length_ratio(*pair) > ratio
     if config.drop_identical and has_inputs:
@@ -147,12 +154,8 @@ def _script_check(languages: tuple[str, str], has_inputs: bool) -> Callable[[str
     return lambda *pair: not all(map(is_mostly_in, scripts, pair[side:]))
 
 
-def _words(text: str) -> int:
-    return len(text.split())
-
-
 def _length_ratio(source: str, target: str) -> float:
-    shorter, longer = sorted(map(_words, (source, target)))
+    shorter, longer = sorted(map(count_words, (source, target)))
     return longer / shorter
 
 
@@ -177,7 +180,9 @@ def script_words(language: str) -> tuple[str, ...]:
             "pip install 'flaxformer_mt[demo]'"
         ) from error
 
-    code, *subtags = language.replace("-", "_").split("_")
+    first, *subtags = re.findall(r"[^\W_]+", language) or [""]
+    code, *script = _COMMON_NAMES.get(first.lower(), first.lower()).split("_")
+    subtags = [*script, *subtags]
     code = get_global("language_aliases").get(code, code)
     likely = get_global("likely_subtags")
     full = likely.get("_".join([code, *subtags[:1]])) or likely.get(code, "")
@@ -203,5 +208,10 @@ def is_mostly_in(script: tuple[str, ...], text: str) -> bool:
 
 @functools.cache
 def _first_word(character: str) -> str:
-    """Returns the first word of the Unicode name of a letter ("LATIN"); "" for non-letters."""
-    return unicodedata.name(character, "").partition(" ")[0] if character.isalpha() else ""
+    """Returns the first word of the Unicode name of a letter ("LATIN"); "" for non-letters.
+
+    Half-width and full-width letters, and other forms of one that NFKC maps, are ordinary ones.
+    """
+    letter = unicodedata.normalize("NFKC", character)[:1]
+    word = unicodedata.name(letter, "").partition(" ")[0] if letter.isalpha() else ""
+    return "" if word in _OF_SEVERAL_SCRIPTS else word

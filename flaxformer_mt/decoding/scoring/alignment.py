@@ -13,6 +13,7 @@ import numpy as np
 from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, words
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.writing_systems import is_boundary, is_unsegmented
 
 AlignmentUnit = Literal["words", "pieces"]
 """What an alignment links."""
@@ -47,6 +48,26 @@ def align(attention: np.ndarray) -> Links:
     return [(int(source), target) for target, source in enumerate(attention.argmax(axis=1))]
 
 
+def aligned_words(pieces: Sequence[str]) -> list[int]:
+    """Returns the index, from 0, of what an alignment of words calls the word of each piece.
+
+    It is that of `words`, but in text of a script without spaces, where that would be the whole
+    sentence, a word also ends before and after each piece of the script.
+    """
+    groups = words(pieces)
+    if not is_unsegmented("".join(pieces).replace(SPACE, " ")):
+        return groups
+    texts = [piece.removeprefix(SPACE) for piece in pieces]
+    added = (
+        group == before and bool(start) and is_boundary(start, text)
+        for (before, start), (group, text) in itertools.pairwise(zip(groups, texts, strict=True))
+    )
+    return [
+        group + count
+        for group, count in zip(groups, itertools.accumulate(added, initial=0), strict=False)
+    ]
+
+
 def align_words(
     attention: np.ndarray, source_pieces: Sequence[str], target_pieces: Sequence[str]
 ) -> Links:
@@ -55,7 +76,7 @@ def align_words(
     The attention [T, S], without end tokens, from a target word is the mean over its pieces (up to
     a factor, which the argmax ignores); the attention to a source word is the sum over its pieces.
     """
-    source, target = one_hot(words(source_pieces)), one_hot(words(target_pieces))
+    source, target = one_hot(aligned_words(source_pieces)), one_hot(aligned_words(target_pieces))
     return align(target.T @ attention @ source)
 
 
@@ -95,7 +116,7 @@ def copy_unknown(
     """
     if not source_pieces:
         return tokenizer.decode([target])[0]
-    groups = words(source_pieces)
+    groups = aligned_words(source_pieces)
     most = (attention @ one_hot(groups)).argmax(axis=1)
     copied = [
         int(word) if token == tokenizer.unk_id else None

@@ -209,6 +209,7 @@ _FORMATS: Mapping[str, Callable[..., str]] = {
     "accuracy": "accuracy {:.1%}".format,
     "bleu": "BLEU {:.2f}".format,
     "chrf": "chrF {:.2f}".format,
+    "translated": "({})".format,
     "seq2seq_acc": "seq2seq_acc {:.4f}".format,
     "teacher_forced_bleu": "teacher-forced BLEU {:.2f}".format,
     "target_tokens_per_second": "{:,.0f} tokens/s".format,
