@@ -31,6 +31,7 @@ from flaxformer_mt.decoding.sentence_splitting import Segment
 from flaxformer_mt.decoding.shortlists.shortlist import Shortlist
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.memory_limits import explained_exhaustion, host_memory, require_memory
+from flaxformer_mt.writing_systems import stripped
 
 ALIGNMENT_CHUNK_SIZE = 64
 """Number of segments whose translations are aligned together."""
@@ -182,7 +183,7 @@ class SentenceDecoder:
     def _divide(self, sentences: Sequence[Sentence]) -> list[list[_TokenizedSegment]]:
         """Returns each sentence's segments: one, without tokens if it is empty, or several."""
         target = self.tokenizers.target
-        texts = [sentence.text.strip() for sentence in sentences]
+        texts = [stripped(sentence.text) for sentence in sentences]
         encoded = self.tokenizers.source.encode(texts)
         limit = self.longest_source - 1  # One position is needed for the end token.
         divided = []

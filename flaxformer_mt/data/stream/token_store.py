@@ -34,7 +34,7 @@ from flaxformer_mt.config.experiment import values_with
 from flaxformer_mt.config.fields import FieldRole
 from flaxformer_mt.data.corpora.corpus import Corpus, SentencePair
 from flaxformer_mt.data.corpora.filters import PairFilter, SeenPairs
-from flaxformer_mt.data.corpora.rows import Row, place_of
+from flaxformer_mt.data.corpora.rows import Row
 from flaxformer_mt.data.corpora.text_files import counted
 from flaxformer_mt.data.stream.encoded_corpus import (
     CorpusReport,
@@ -257,7 +257,7 @@ class _Store:
             kept: list[SentencePair] = []
             numbers: list[int] = []
             for number, pair in enumerate(chunk, start=read + 1):
-                if pair_filter.keep(place_of(pair, number), *pair):
+                if pair_filter.keep(number, pair):
                     path = str(pair.path or "") if isinstance(pair, Row) else ""
                     if not files or files[-1][1] != path:
                         files.append((kept_before + len(kept), path))
