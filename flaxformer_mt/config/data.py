@@ -99,6 +99,9 @@ class DataConfig(_WithColumns):
     quoting: Quoting = option("auto", FieldRole.TEXT)
     """Whether cells of tables may be in quotes, in which quotes are doubled. csv: they may; none:
     quotes are text; auto: in .csv files, and in tab-separated ones that a program for CSV wrote."""
+    unescape_html: bool = option(False, FieldRole.TEXT)
+    """Replace the HTML entities of training, development and test text (&quot;, &amp;amp;) by their
+    characters. Otherwise a warning says where the first ones are."""
     # The pairs that are read are the same wherever both values read the text.
     bad_rows: Literal["error", "drop"] = option("error", FieldRole.RUNNING)
     """What happens to malformed rows of files: text that is not UTF-8, the wrong number of columns,

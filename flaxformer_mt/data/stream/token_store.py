@@ -33,6 +33,7 @@ from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.config.experiment import values_with
 from flaxformer_mt.config.fields import FieldRole
 from flaxformer_mt.data.corpora.corpus import Corpus, SentencePair
+from flaxformer_mt.data.corpora.entities import EntityCounter
 from flaxformer_mt.data.corpora.filters import PairFilter, SeenPairs
 from flaxformer_mt.data.corpora.rows import Row
 from flaxformer_mt.data.corpora.text_files import counted
@@ -250,10 +251,12 @@ class _Store:
             seen = SeenPairs(_map(earlier, np.uint64))
         pair_filter = PairFilter(data, corpus, has_inputs, seen)
         encoder = PairEncoder(self.tokenizers, corpus, has_inputs, data.subword_sampling > 0)
+        entities = EntityCounter()
         read = kept_before = 0
         files: list[tuple[int, str]] = []
         pairs = counted(corpus.pairs(), f"tokenizing {corpus.name}")
         while chunk := list(itertools.islice(pairs, _CHUNK)):
+            entities.add(chunk, read + 1)
             kept: list[SentencePair] = []
             numbers: list[int] = []
             for number, pair in enumerate(chunk, start=read + 1):
@@ -275,6 +278,7 @@ class _Store:
         if data.drop_duplicates:
             _append(folder / "seen.hashes", seen.hashes)
 
+        entities.warn(corpus.name)
         malformed = corpus.malformed()
         read += sum(rows.count for rows in malformed.values())
         dropped = {**malformed, **pair_filter.dropped}
