@@ -152,10 +152,10 @@ def evaluate(
         "resamples": resamples or 0,
     }
     evaluation.check_options(len(test.references[0]), **options)
-    chosen = metrics.separation_of(test.references[0]).bleu
-    if tokenize is None and "bleu" in standard and chosen != metrics.DEFAULT_TOKENIZER:
+    own_tokenizer = metrics.separation_of(test.references[0]).bleu
+    if tokenize is None and "bleu" in standard and own_tokenizer != metrics.DEFAULT_TOKENIZER:
         output.print_note(
-            f"the references are in a script without spaces: BLEU's tokenizer is {chosen}"
+            f"the references are in a script without spaces: BLEU's tokenizer is {own_tokenizer}"
         )
     name = " + ".join(map(str, run))
     systems = {} if baseline is None else {str(baseline): _parallel_lines(baseline, test)}

@@ -36,7 +36,9 @@ class EntityCounter:
     def add(self, pairs: Iterable[tuple[str, str]], first: int = 1) -> None:
         """Counts pairs, of which the first has this number in the corpus."""
         for number, pair in enumerate(pairs, first):
-            if any("&" in text and unescaped(text) != text for text in pair):
+            if "&" in pair[0] + pair[1] and unescaped(pair[0]) + unescaped(pair[1]) != "".join(
+                pair
+            ):
                 self._count += 1
                 if len(self._places) < _LISTED:
                     self._places.append(place_of(pair, number))
