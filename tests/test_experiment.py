@@ -24,6 +24,7 @@ from flaxformer_mt.config import (
     TransformerConfig,
 )
 from flaxformer_mt.config.experiment import with_changes
+from flaxformer_mt.data.corpora.corpus import load_corpus
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.experiment import folder, preparation
 from flaxformer_mt.experiment.validation import decoding_on
@@ -389,3 +390,47 @@ def test_parameters_of_another_size_are_refused_before_anything_long(run, tmp_pa
     with pytest.raises(UserError, match=rf"init_from=.*model\.d_ff: {CONFIG.model.d_ff} there"):
         experiment.train(larger, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+CHARACTERS = str.maketrans("0123456789", "あイう四五六七はきゅ")
+
+
+def test_scores_do_not_depend_on_the_name_of_the_language(tmp_path):
+    """Generated digits become Japanese characters, by several names of Japanese."""
+    quality = []
+    for name in ("ja", "jp", "jpn"):
+        for split, count in (("train", None), ("valid", 9), ("test", 9)):
+            text = load_corpus(DataConfig(corpus="reverse", generated_pairs=300), split)
+            sides = {
+                "en": text.sources,
+                name: [f"これは{_japanese(each)}です。" for each in text.targets],
+            }
+            for language, sentences in sides.items():
+                lines = "".join(f"{each}\n" for each in sentences[:count])
+                (tmp_path / f"{split}.{language}").write_text(lines)
+        data = {"path": str(tmp_path), "corpus": "text", "target_language": name, "vocab_size": 320}
+        train = {"num_steps": 60, "eval_every": 60, "eval_sentences": 5, "best_metric": "bleu"}
+        changes = {
+            "data": data,
+            "train": train | {"batch_tokens": 1024, "checkpoint_every": 60},
+            "model": {"d_model": 16, "d_ff": 32, "dropout_rate": 0.0, "norm_position": "pre"},
+            "optimizer": {"learning_rate": 0.01, "warmup_steps": 10},
+            "decode": {"max_length_extra": 12},
+        }
+        run = flaxformer_mt.train(with_changes(CONFIG, changes), tmp_path / f"run-{name}")
+        rows = [*run.metrics("valid"), *run.metrics("test")]
+        of_text = ("bleu", "chrf", "translated", "loss")
+        quality.append([{k: row[k] for k in row if k.startswith(of_text)} for row in rows])
+    assert quality == [quality[0]] * 3
+    first, *_, last = quality[0]
+    assert first["translated"] == "random 5 of 9 sentences"
+    assert last["bleu"] > 5
+    assert "|tok:char|" in last["bleu_signature"]
+    scores = run.evaluate()
+    assert scores["bleu"] == last["bleu"]
+    assert 0 < scores["ter"] < 100
+    assert "|asian:yes|" in scores["ter_signature"]
+
+
+def _japanese(digits):
+    return "".join(digits.split()).translate(CHARACTERS)

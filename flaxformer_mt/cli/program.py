@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import logging
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -54,6 +55,7 @@ COMMANDS: dict[str, dict[str, Callable[..., int | None]]] = {
 
 def run(arguments: Sequence[str]) -> int:
     """Runs the command given by `arguments`, and returns its exit code."""
+    logging.basicConfig(level=logging.WARNING, format="flaxformer-mt: warning: %(message)s")
     runtime.configure()
     commands = {name: command for group in COMMANDS.values() for name, command in group.items()}
     name, *options = arguments or ["--help"]

@@ -115,6 +115,11 @@ def test_unknown_tokens_become_the_word_that_they_attend_to(target, attended, te
     assert copy_unknown(target, attention, SOURCE_PIECES, Vocabulary()) == text
 
 
+def test_unknown_tokens_become_pieces_where_no_spaces_separate_words():
+    pieces = ["▁これ", "は", "ペン", "です"]
+    assert copy_unknown((0, 0), np.eye(4)[[0, 2]], pieces, Vocabulary()) == "これペン"
+
+
 def test_without_a_source_word_unknown_tokens_stay():
     assert copy_unknown((1, 0), np.zeros((2, 0)), [], Vocabulary()) == "der<unk>"
 

@@ -70,6 +70,7 @@ VALIDATION = {
     "bleu": 31.5,
     "chrf": 55.25,
     "bleu_signature": "x",
+    "translated": "first 100 of 1,285 sentences",
 }
 
 
@@ -163,7 +164,7 @@ def test_lines_of_metrics_stay_above_and_fit(width):
     line = (
         "step 11,000/50,000 valid loss 2.3457 perplexity 8.12 accuracy 56.8% BLEU 31.50 chrF 55.25"
     )
-    assert f"{line} best so far source" in text
+    assert f"{line} (first 100 of 1,285 sentences) best so far source" in text
     assert text.count("best so far") == 1
     assert text.count("It rains.") == 13
     assert "source Neu translation New step 11,500/50,000" in text

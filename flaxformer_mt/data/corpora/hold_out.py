@@ -245,7 +245,7 @@ class Division:
             )
         return (
             f"{option}={wanted} of {names} are too many pairs: at most {most:,}, a quarter of "
-            "those that may be held out"
+            "those that may be held out: lower it, or give more text"
         )
 
     def _report_shortage(

@@ -132,6 +132,7 @@ def copy_unknown(
             own = [
                 piece for piece, group in zip(source_pieces, groups, strict=True) if group == word
             ]
-            part, has_space = "".join(own).removeprefix(SPACE), True
+            part = "".join(own).removeprefix(SPACE)
+            has_space = not is_boundary(text, part)
         text += " " * (bool(text and part) and has_space) + part
     return text
