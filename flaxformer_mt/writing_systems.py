@@ -1,4 +1,7 @@
-"""Text in scripts that do not separate words by spaces, which no language code has to tell."""
+"""Text in scripts that do not separate words by spaces, which no language code has to tell.
+
+And text in no script at all: of invisible characters.
+"""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -27,6 +30,21 @@ _LETTERS_PER_WORD = 2, 4
 """Of Chinese and Japanese, and of the alphabetic scripts; about the mean of their words."""
 _IDEOGRAPHIC = re.compile(f"[{HAN}{_KANA_AND_OTHERS}]")
 _SEQUENCE = re.compile(f"[{LETTERS}]+")
+
+
+INVISIBLE = (
+    "\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e\u2060-\u206f"
+    "\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufff8\U0001bca0-\U0001bca3\U0001d173-\U0001d17a"
+    "\U000e0000-\U000e0fff"
+)
+"""Unicode's Default_Ignorable_Code_Point, as the ranges of a set in a regular expression."""
+has_visible = re.compile(rf"[^\s\x00-\x1f\x7f-\x9f{INVISIBLE}]").search
+"""Finds a character that is not white space, a control or invisible (as U+200B, U+FEFF)."""
+
+
+def stripped(text: str) -> str:
+    """Returns a sentence without outer spaces; "" if all of its characters are invisible."""
+    return text.strip() if has_visible(text) else ""
 
 
 def separated(text: str) -> str:
@@ -65,7 +83,8 @@ def is_boundary(before: str, after: str) -> bool:
 def count_words(text: str) -> int:
     """Returns the number of words: between spaces, and estimated from the number of letters."""
     parts = text.split()
-    return sum(map(_words_of, parts)) if _LETTER.search(text) else len(parts)
+    is_spaced = text.isascii() or not _LETTER.search(text)
+    return len(parts) if is_spaced else sum(map(_words_of, parts))
 
 
 def _words_of(part: str) -> int:

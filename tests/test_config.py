@@ -217,7 +217,15 @@ def test_one_cycle_forbids_another_number_of_steps():
 # Written out, because the roles decide it: a changed role must not let a run be continued with
 # another model, or forbid what was allowed.
 CONTINUABLE = {
-    "data": {"alignments", "bad_rows", "hold_out_rule", "normalization", "near_duplicates", "path"},
+    "data": {
+        "alignments",
+        "bad_rows",
+        "check_languages",
+        "hold_out_rule",
+        "normalization",
+        "near_duplicates",
+        "path",
+    },
     "model": {"remat"},
     "optimizer": set(),
     "train": {

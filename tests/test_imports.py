@@ -117,8 +117,9 @@ ONLY_IN = {
     "babel": {
         "data.corpora.generated_phrases",
         "data.corpora.filters",
-        "data.sanity_checks",
+        "data.corpora.languages",
     },
+    "py3langid": {"data.corpora.languages"},
     "datasets": {"data.corpora.datasets_reader"},
     "pyarrow": {"data.corpora.datasets_reader", "data.corpora.parquet_reader"},
     "tensorflow_datasets": {"data.corpora.tfds_reader"},

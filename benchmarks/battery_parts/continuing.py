@@ -94,7 +94,7 @@ def train(folder: Path, tiny: bool, dies: bool) -> None:
         ),
     )
     with experiment.open_folder(folder) as workdir:
-        parts = experiment.prepare(config, workdir, check_languages=False)
+        parts = experiment.prepare(config, workdir)
         # Without translations, whose programs take longer to compile than the run takes.
         validation = parts.validation
         validation.validate = lambda params: (validation.measure("valid", params), [])

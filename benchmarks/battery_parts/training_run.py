@@ -19,7 +19,7 @@ def run(options: Options) -> Iterator[dict[str, Any]]:
     config = configuration(options)
     begin = time.perf_counter()
     with experiment.open_folder(options.out / "training_run") as folder:
-        parts = experiment.prepare(config, folder, check_languages=False)
+        parts = experiment.prepare(config, folder)
         # Without TensorBoard, whose package is not needed for this.
         experiment.fit(parts, folder, writers=[JsonLinesWriter(folder / METRICS)])
         lines = read_metrics(folder / METRICS)

@@ -100,6 +100,9 @@ class DataConfig(_WithColumns):
     quoting: Quoting = option("auto", FieldRole.TEXT)
     """Whether cells of tables may be in quotes, in which quotes are doubled. csv: they may; none:
     quotes are text; auto: in .csv files, and in tab-separated ones that a program for CSV wrote."""
+    unescape_html: bool = option(False, FieldRole.TEXT)
+    """Replace the HTML entities of training, development and test text (&quot;, &amp;amp;) by their
+    characters. Otherwise a warning says where the first ones are."""
     # The pairs that are read are the same wherever both values read the text.
     bad_rows: Literal["error", "drop"] = option("error", FieldRole.RUNNING)
     """What happens to malformed rows of files: text that is not UTF-8, the wrong number of columns,
@@ -157,6 +160,12 @@ class DataConfig(_WithColumns):
     """Drop training pairs that occurred before, in the same corpus or in an earlier one."""
     drop_wrong_script: bool = option(False, FieldRole.TOKENS)
     """Drop training pairs with a side that is mostly not in the script of its language."""
+    drop_wrong_language: float = option(0.0, FieldRole.TOKENS, lowest=0, highest=1)
+    """Drop training pairs with a side that is in another language than it should be with at least
+    this probability, such as 0.7. Sides of fewer than 20 letters, and languages that py3langid does
+    not know, are not checked; 0 = none are."""
+    check_languages: bool = option(True, FieldRole.START)
+    """Refuse corpora with swapped sides, or with a side in another language than it should be."""
     near_duplicates: float = option(0.0, FieldRole.START, lowest=0, highest=1)
     """Warn of development and test sentences that have at least this share of their sequences of 5
     characters in common with a training sentence, such as 0.8, besides equal ones; 0 = do not look

@@ -13,6 +13,7 @@ from flaxformer_mt.data.corpora.corpus import (
     open_corpora,
     read_corpus,
 )
+from flaxformer_mt.data.corpora.entities import EntityCounter
 from flaxformer_mt.data.corpora.hold_out import hold_out
 from flaxformer_mt.data.sanity_checks import check_unknown_rate
 from flaxformer_mt.data.stream.encoded_corpus import EncodedCorpus, encode_corpus
@@ -133,6 +134,9 @@ def open_dataset(
 
     def evaluation_set(role: Role) -> EvaluationSet:
         texts = read_corpus(corpora[role])
+        entities = EntityCounter()
+        entities.add(texts.pairs())
+        entities.warn(texts.name)
         return EvaluationSet(texts, encode_corpus(texts, tokenizers, config.model))
 
     valid = evaluation_set("valid")

@@ -1,17 +1,14 @@
 """Checks of a run's data before training: unknown tokens, swapped sides, leaked test pairs.
 
-Letter n-gram models tell which of two languages a text is in.
+Pieces of text vote on the language of a side.
 """
 
 import collections
 import dataclasses
-import functools
 import itertools
 import logging
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -19,102 +16,32 @@ from flaxformer_mt.config import DataConfig
 from flaxformer_mt.data.corpora.comparison import comparable, in_chunks
 from flaxformer_mt.data.corpora.corpus import Corpus, SentencePair
 from flaxformer_mt.data.corpora.filters import PairFilter, shortened
+from flaxformer_mt.data.corpora.languages import Identifier, are_similar
 from flaxformer_mt.data.corpora.rows import place_of, with_place
 from flaxformer_mt.data.stream.encoded_corpus import EncodedCorpus
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.writing_systems import has_visible
 
 _PAIRS = 500
 """Number of leading pairs from which the languages of a corpus are identified."""
 
-_FEWEST_LETTERS = 500
-"""Minimum number of letters per side; the language of shorter text cannot be identified."""
+_PIECE_BYTES = 200
+"""Letters of a piece of text whose language is identified, in bytes of UTF-8."""
 
-_MARGIN = 0.3
-"""Minimum gain in log-likelihood, in nats per letter, from exchanging the sides. Multi30k, Tatoeba
-and WMT news gain 0.7 or more if their sides are swapped, and lose as much if they are not."""
+_FEWEST_PIECES = 3
+"""Number of pieces below which the language of a side is uncertain."""
+
+_MAJORITY = 0.8
+"""Minimum mean probability of a side's language."""
+
+_PASS = "pass this check by data.check_languages=False"
 
 _NGRAM = 5
 """Characters in an n-gram of near-duplicates."""
 
-_ORDER = 3
-"""Order of the letter n-grams: separates Danish from Norwegian, and needs only a few pages."""
-
-_UNSEEN = 1e-4
-"""Prior probability of a letter."""
-
-_FEWEST_PROFILE_LETTERS = 5000
-"""Minimum number of letters of a CLDR profile; languages with less text have none."""
-
 _WORD = re.compile(r"[^\W\d_]+")
 
 _log = logging.getLogger(__name__)
-
-
-class Profile:
-    """A letter trigram model of a language.
-
-    It is a hierarchical Dirichlet model (MacKay and Peto 1995): the distribution after a shorter
-    context is the prior, with the weight of one letter, of that after a longer one.
-    """
-
-    def __init__(self, texts: Iterable[str]):
-        letters = letters_of(texts)
-        self._counts = collections.Counter(
-            letters[end - length : end]
-            for length in range(_ORDER + 1)
-            for end in range(length, len(letters) + 1)
-        )
-        self._log_probability = functools.cache(
-            lambda letters: math.log(self._probability(letters))
-        )
-
-    def _probability(self, letters: str) -> float:
-        if not letters:
-            return _UNSEEN
-        prior = self._probability(letters[1:])
-        return (self._counts[letters] + prior) / (self._counts[letters[:-1]] + 1)
-
-    def log_likelihood(self, letters: str) -> float:
-        """Returns the mean natural log-probability per letter of a text from `letters_of`."""
-        ends = range(_ORDER, len(letters) + 1)
-        total = sum(self._log_probability(letters[end - _ORDER : end]) for end in ends)
-        return total / max(len(ends), 1)
-
-
-def letters_of(texts: Iterable[str]) -> str:
-    """Returns the lower-case words of the texts, space-separated, without duplicate texts."""
-    words = _WORD.findall(" ".join(dict.fromkeys(texts)).lower())
-    return f" {' '.join(words)} "
-
-
-@functools.cache
-def cldr_profile(language: str) -> Profile | None:
-    """Returns the profile of a language ("de", "zh_Hant", "pt-BR"), built from the Unicode CLDR.
-
-    It consists of the names of languages, countries, currencies, months, days and units. None if
-    they are too few, or Babel (the extra `demo`) is not installed.
-    """
-    try:
-        import babel
-    except ImportError:
-        return None
-    try:
-        locale = babel.Locale.parse(language.replace("-", "_"))
-    except (ValueError, babel.UnknownLocaleError):
-        return None
-    texts = list(_cldr_texts(locale))
-    return Profile(texts) if len(letters_of(texts)) >= _FEWEST_PROFILE_LETTERS else None
-
-
-def _cldr_texts(locale: Any) -> Iterator[str]:
-    names = (locale.territories, locale.languages, locale.scripts, locale.currencies)
-    for group in names:
-        yield from group.values()
-    for calendar in (locale.months, locale.days):
-        for widths in calendar.values():
-            yield from widths["wide"].values()
-    for widths in locale.unit_display_names.values():
-        yield from widths.values()
 
 
 def check_unknown_rate(corpus: EncodedCorpus, config: DataConfig) -> None:
@@ -158,63 +85,115 @@ def check_not_blank(corpora: Sequence[Corpus], has_inputs: bool = True) -> None:
 
 def _has_text(corpus: Corpus, has_inputs: bool) -> bool:
     return any(
-        target.strip() and (not has_inputs or source.removeprefix(corpus.tag).strip())
+        has_visible(target) and (not has_inputs or has_visible(source.removeprefix(corpus.tag)))
         for source, target in corpus.pairs()
     )
 
 
-def check_sides(training: Sequence[Corpus], held_out: Sequence[Corpus]) -> None:
-    """Rejects sources in the target language with targets in the source language.
+def check_languages(training: Sequence[Corpus], held_out: Sequence[Corpus]) -> None:
+    """Rejects corpora with swapped sides, or with a side that is in another language.
 
-    Each corpus is compared with CLDR profiles of its two languages, and each training corpus with
-    each held-out corpus of the same languages. Unknown or very similar languages always pass, and
-    without Babel only the second comparison is made.
+    Pieces of text vote. A corpus whose languages are unknown to the identifier is only compared
+    with others of the same languages: one may have the sides of the other swapped. Languages that
+    are similar, and corpora with too little text, pass.
     """
-    texts = {id(corpus): _letters(corpus) for corpus in (*training, *held_out)}
-    for corpus in (*training, *held_out):
-        source, target = corpus.languages
-        profiles = cldr_profile(source), cldr_profile(target)
-        if _are_swapped(texts[id(corpus)], *profiles):
-            raise UserError(
-                f"{corpus.name}: the sides are swapped: the sources look like {target} and the "
-                f"targets like {source}; swap the files or columns, or data.source_language and "
-                "data.target_language"
-            )
-    for corpus in training:
-        source_profile, target_profile = (Profile([side]) for side in texts[id(corpus)])
-        for other in held_out:
-            if corpus.languages == other.languages and _are_swapped(
-                texts[id(other)], source_profile, target_profile
-            ):
+    corpora = [*training, *held_out]
+    texts = [_pieces(corpus) for corpus in corpora]
+    if not any(map(any, texts)):
+        return  # Numbers, such as generated ones.
+    try:
+        found = [_found_languages(*each) for each in zip(corpora, texts, strict=True)]
+    except ImportError:
+        _log.warning(
+            "the languages of the corpora are not checked, for lack of a package: "
+            "pip install 'flaxformer_mt[demo]'"
+        )
+        return
+    for corpus, each in zip(corpora, found, strict=True):
+        _check_declared(corpus, each)
+    for corpus, each in zip(training, found, strict=False):
+        for other, theirs in zip(held_out, found[len(training) :], strict=True):
+            if corpus.languages == other.languages and _are_swapped(each.looks, theirs.looks):
                 raise UserError(
                     f"{other.name} and {corpus.name} have opposite directions: the sources of one "
                     "look like the targets of the other; swap the files or columns of one, or its "
-                    "source_language and target_language"
+                    f"source_language and target_language; or {_PASS}"
                 )
 
 
-def _letters(corpus: Corpus) -> tuple[str, str]:
-    pairs = list(itertools.islice(corpus.pairs(), _PAIRS))
-    sources = (source.removeprefix(corpus.tag) for source, _ in pairs)
-    return letters_of(sources), letters_of(target for _, target in pairs)
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """The languages of the two sides of a corpus, by their codes."""
+
+    expected: Sequence[str]
+    """Those that the corpus should have; "" if the identifier does not know them."""
+    looks: Sequence[str]
+    """Those that its text is in; "" if that is uncertain."""
 
 
-def _are_swapped(
-    sides: tuple[str, str], source_profile: Profile | None, target_profile: Profile | None
-) -> bool:
-    """Returns whether the two sides are clearly more likely under each other's profile.
+def _pieces(corpus: Corpus) -> tuple[list[str], list[str]]:
+    """Divides the words of the first pairs, each sentence once, into pieces of enough letters."""
+    pairs = list(itertools.islice(_untagged(corpus), _PAIRS))
+    return _of_length(source for source, _ in pairs), _of_length(target for _, target in pairs)
 
-    The likelihoods of both sides are added up for both assignments of languages, so that neither a
-    poor profile nor a side in a third language decides the outcome.
-    """
-    source, target = sides
-    if source_profile is None or target_profile is None:
+
+def _of_length(texts: Iterable[str]) -> list[str]:
+    pieces, words, size = [], [], 0
+    for text in dict.fromkeys(texts):
+        for word in _WORD.findall(text):
+            words.append(word)
+            size += len(word.encode())
+        if size >= _PIECE_BYTES:
+            pieces.append(" ".join(words))
+            words, size = [], 0
+    return pieces
+
+
+def _found_languages(corpus: Corpus, sides: tuple[list[str], list[str]]) -> _Found:
+    identifier = Identifier(*corpus.languages)
+    looks = []
+    for pieces, language, code in zip(sides, corpus.languages, identifier.codes, strict=True):
+        if pieces and not code:
+            _log.info("%s: the language %r is not checked: it is unknown", corpus.name, language)
+        looks.append(_majority(list(map(identifier.identify, pieces))))
+    return _Found(identifier.codes, looks)
+
+
+def _majority(votes: Sequence[tuple[str, float]]) -> str:
+    """Returns the language of nearly all votes, or "" if there is none."""
+    if len(votes) < _FEWEST_PIECES:
+        return ""
+    sums: collections.Counter[str] = collections.Counter()
+    for code, probability in votes:
+        sums[code] += probability  # type: ignore[assignment]
+    ((code, total),) = sums.most_common(1)
+    return code if total >= _MAJORITY * len(votes) else ""
+
+
+def _check_declared(corpus: Corpus, found: _Found) -> None:
+    options = ("data.source_language", "data.target_language")
+    if _are_swapped(found.expected, found.looks):
+        source, target = corpus.languages
+        raise UserError(
+            f"{corpus.name}: the sides are swapped: the sources look like {target} and the "
+            f"targets like {source}; swap the files or columns, or {' and '.join(options)}; "
+            f"or {_PASS}"
+        )
+    for side, language, expected, looks, option in zip(
+        ("sources", "targets"), corpus.languages, found.expected, found.looks, options, strict=True
+    ):
+        if expected and looks and not are_similar(expected, looks):
+            raise UserError(
+                f"{corpus.name}: the {side} look like {looks}, not like {language}: set "
+                f"{option}={looks}, or give other files or columns; or {_PASS}"
+            )
+
+
+def _are_swapped(first: Sequence[str], second: Sequence[str]) -> bool:
+    """Returns whether all four languages are known, and the pairs are opposite."""
+    if not all((*first, *second)) or are_similar(*first):
         return False
-    if min(len(source), len(target)) < _FEWEST_LETTERS:
-        return False
-    as_they_are = source_profile.log_likelihood(source) + target_profile.log_likelihood(target)
-    exchanged = target_profile.log_likelihood(source) + source_profile.log_likelihood(target)
-    return exchanged > as_they_are + _MARGIN
+    return are_similar(first[0], second[1]) and are_similar(first[1], second[0])
 
 
 _SHARED = (
@@ -300,7 +279,7 @@ class SharedPairs:
         found = [texts.get(text, ()) for texts, text in zip(self._equal, compared, strict=True)]
         for near, text in zip(self._near, compared, strict=False):
             found.append(near.find(text))
-        if not any(found) or not self._is_kept(place_of(pair, number), *pair):
+        if not any(found) or not self._is_kept(number, pair):
             return
         for kind, numbers in zip((1, 2, _NEAR, _NEAR), found, strict=False):
             for held in numbers:

@@ -17,6 +17,7 @@ from flaxformer_mt.decoding.text_arguments import require_text
 from flaxformer_mt.decoding.translator import Translator
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.model.transformer import ZERO_VECTOR, AttentionWeights, Transformer
+from flaxformer_mt.writing_systems import stripped
 
 AttentionKind = Literal["encoder", "decoder", "cross"]
 """Self-attention of the encoder, self-attention of the decoder, or cross-attention."""
@@ -76,7 +77,7 @@ def sentence_attention(
     Raises:
       UserError: the source is empty, or a sentence is too long.
     """
-    source = require_text(source, "source").strip()
+    source = stripped(require_text(source, "source"))
     if not source:
         raise UserError("the source is empty: give a sentence")
     model, params = translator.models[0]
@@ -95,7 +96,7 @@ def sentence_attention(
         target, target_ids = hypothesis.text, [*hypothesis.tokens]
         target_tokens = tokenizers.target.pieces(target_ids)
     else:
-        target = require_text(target, "target").strip()
+        target = stripped(require_text(target, "target"))
         first = certain_first_token(tokenizers.target, translator.decode)
         (row,) = tokenized_targets([target], tokenizers.target, first)
         target_ids, target_tokens = row.tokens, row.pieces

@@ -12,6 +12,7 @@ from flaxformer_mt.decoding.scoring.alignment import AlignmentUnit, pharaoh
 from flaxformer_mt.decoding.translator import Hypothesis, Sentence, Translator
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.input_files import parse_json
+from flaxformer_mt.writing_systems import has_visible
 
 LineEncoding = Literal["text", "jsonl"]
 """Plain text, or one JSON object per line."""
@@ -85,7 +86,7 @@ def read_sentence(line: str, encoding: LineEncoding, location: str) -> Sentence:
     which only "text" is required. A blank line is an empty sentence. `location` is for the
     UserError of a line that is not such a JSON object.
     """
-    if encoding == "text" or not line.strip():
+    if encoding == "text" or not has_visible(line):
         return Sentence(line)
     values = parse_json(line, location)
     if not isinstance(values, dict) or "text" not in values:

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
-from flaxformer_mt.data.corpora.comparison import find_visible
 from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers
 from flaxformer_mt.decoding import minimum_bayes_risk, sentence_splitting
@@ -32,6 +31,7 @@ from flaxformer_mt.decoding.sentence_splitting import Segment
 from flaxformer_mt.decoding.shortlists.shortlist import Shortlist
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.memory_limits import explained_exhaustion, host_memory, require_memory
+from flaxformer_mt.writing_systems import stripped
 
 ALIGNMENT_CHUNK_SIZE = 64
 """Number of segments whose translations are aligned together."""
@@ -183,9 +183,7 @@ class SentenceDecoder:
     def _divide(self, sentences: Sequence[Sentence]) -> list[list[_TokenizedSegment]]:
         """Returns each sentence's segments: one, without tokens if it is empty, or several."""
         target = self.tokenizers.target
-        texts = [
-            sentence.text.strip() if find_visible(sentence.text) else "" for sentence in sentences
-        ]
+        texts = [stripped(sentence.text) for sentence in sentences]
         encoded = self.tokenizers.source.encode(texts)
         limit = self.longest_source - 1  # One position is needed for the end token.
         divided = []

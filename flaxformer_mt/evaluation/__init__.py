@@ -5,6 +5,7 @@ Source: Post 2018, "A Call for Clarity in Reporting BLEU Scores".
 
 import dataclasses
 import logging
+import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from flaxformer_mt.evaluation.metrics import (
     separation_of,
 )
 from flaxformer_mt.evaluation.significance import MetricScore, check_resampling, score_systems
+from flaxformer_mt.writing_systems import has_visible
 
 __all__ = [
     "STANDARD",
@@ -44,7 +46,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Computes metrics of detokenized translations.
 
-    By default they are those of sacreBLEU with its default settings: cased, except for TER. If the
+    Text is compared in Unicode's NFC, and that of invisible characters alone is empty. By default
+    the metrics are those of sacreBLEU with its default settings: cased, except for TER. If the
     references are in a script without spaces, as Japanese is, BLEU and TER have tokenizers that
     separate its words or characters, see `metrics.Separation`.
 
@@ -86,8 +89,8 @@ def compare(
     """
     if not isinstance(systems, Mapping):
         raise TypeError(f"systems must be texts by name, not {type(systems).__name__}")
-    texts = {name: require_texts(given, name) for name, given in systems.items()}
-    all_references = reference_lists(references)
+    texts = {name: _normalized(require_texts(given, name)) for name, given in systems.items()}
+    all_references = [*map(_normalized, reference_lists(references))]
     given = _metric_options(options)
     _check_counts(texts, all_references, given.sources)
     _check_options(len(all_references[0]), given)
@@ -110,6 +113,11 @@ def compare(
     return {
         system: {name: scores[system] for name, scores in by_metric.items()} for system in texts
     }
+
+
+def _normalized(texts: Sequence[str]) -> list[str]:
+    # Composed and decomposed text look the same, but n-grams would differ.
+    return [unicodedata.normalize("NFC", text) if has_visible(text) else "" for text in texts]
 
 
 def check_options(sentences: int, **options: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from flaxformer_mt import distributed
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.data.dataset import open_all, open_dataset
-from flaxformer_mt.data.sanity_checks import check_not_blank, check_sides, warn_of_shared_text
+from flaxformer_mt.data.sanity_checks import check_languages, check_not_blank, warn_of_shared_text
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.decoding.shortlists.shortlist import require_shortlist
 from flaxformer_mt.decoding.translator import check_search
@@ -34,7 +34,6 @@ def prepare(
     *,
     cache_folder: Path | None = None,
     write: bool = True,
-    check_languages: bool = True,
     objective: UserObjective | None = None,
     frozen: Any = None,
 ) -> Experiment:
@@ -47,8 +46,6 @@ def prepare(
       workdir: the run folder.
       cache_folder: where tokens are stored; by default in the run folder.
       write: whether to write a new run's configuration, vocabulary and fingerprints.
-      check_languages: whether to check that the sides of a new run's corpora are not swapped, for
-        which Babel is imported.
       objective: as of `train`.
       frozen: as of `train`.
     """
@@ -72,8 +69,8 @@ def prepare(
         tokenizers = read_tokenizers(workdir)
         check_corpora(workdir, corpora)
     else:
-        if given.model.has_inputs and check_languages:
-            check_sides(corpora["train"], [*corpora["valid"], *corpora["test"]])
+        if given.model.has_inputs and given.data.check_languages:
+            check_languages(corpora["train"], [*corpora["valid"], *corpora["test"]])
         path = tokenizer_path(given)
         if path:
             check_vocabulary(Path(path))

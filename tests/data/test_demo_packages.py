@@ -7,31 +7,23 @@ import pytest
 
 from flaxformer_mt.config import CorpusConfig, DataConfig
 from flaxformer_mt.data.corpora.corpus import ParallelCorpus, open_corpus
-from flaxformer_mt.data.corpora.filters import script_words
-from flaxformer_mt.data.sanity_checks import check_sides, cldr_profile
+from flaxformer_mt.data.corpora.filters import PairFilter, script_words
+from flaxformer_mt.data.corpora.languages import _library
+from flaxformer_mt.data.sanity_checks import check_languages
 from flaxformer_mt.errors import UserError
-
-SOURCES = ["the small dog runs over the green field and then it sleeps near the river"] + [
-    f"there are {number} houses with the windows that somebody opened in the morning"
-    for number in range(30)
-]
-TARGETS = ["der kleine Hund läuft über die grüne Wiese und schläft dann am Fluss"] + [
-    f"dort stehen {number} Häuser, deren Fenster jemand am Morgen geöffnet hat"
-    for number in range(30)
-]
 
 
 @pytest.fixture(autouse=True)
 def _missing(monkeypatch):
-    for name in ("babel", "babel.core", "num2words"):
+    for name in ("babel", "babel.core", "num2words", "py3langid", "py3langid.langid"):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "flaxformer_mt.data.corpora.generated_phrases", raising=False)
     from flaxformer_mt.data import corpora
 
     monkeypatch.delattr(corpora, "generated_phrases", raising=False)
-    cldr_profile.cache_clear()
+    _library.cache_clear()
     yield
-    cldr_profile.cache_clear()
+    _library.cache_clear()
 
 
 def test_the_generated_corpus_names_the_extra():
@@ -45,19 +37,20 @@ def test_the_filter_of_scripts_names_the_extra():
         script_words("de")
 
 
-def test_sides_are_still_compared_with_each_other():
-    languages = ("en", "de")
-    straight = ParallelCorpus(SOURCES, TARGETS, "straight", languages)
-    swapped = ParallelCorpus(TARGETS, SOURCES, "swapped", languages)
-    check_sides([straight], [straight])
-    check_sides([swapped], [])  # Needs the profiles of Babel.
-    with pytest.raises(UserError, match="swapped and straight have opposite directions"):
-        check_sides([straight], [swapped])
+def test_the_filter_of_languages_names_the_extra():
+    with pytest.raises(UserError, match=r"^data\.drop_wrong_language .*'flaxformer_mt\[demo\]'$"):
+        PairFilter(DataConfig(drop_wrong_language=0.7), ParallelCorpus([], [], "", ("en", "de")))
+
+
+def test_languages_are_not_checked_without_the_package(caplog):
+    words = [f"{chr(97 + n % 26) * 9} {chr(97 + n // 26) * 9}" for n in range(500)]
+    check_languages([ParallelCorpus(words, words, "one", ("en", "de"))], [])
+    assert "not checked, for lack of a package: pip install" in caplog.text
 
 
 def test_the_package_imports_neither_before_it_needs_them():
     code = (
         "import sys, flaxformer_mt.experiment, flaxformer_mt.data.library;"
-        "assert not {'babel', 'num2words'} & {*sys.modules}"
+        "assert not {'babel', 'num2words', 'py3langid'} & {*sys.modules}"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -13,7 +13,7 @@ from flaxformer_mt.data.corpora.filters import (
     is_mostly_in,
     script_words,
 )
-from flaxformer_mt.data.corpora.rows import Dropped, place_of
+from flaxformer_mt.data.corpora.rows import Dropped
 from flaxformer_mt.errors import UserError
 
 
@@ -26,9 +26,7 @@ def run_filter(corpus, *, has_inputs=True, seen=None, **options):
     """Returns the kept pairs and the filter."""
     chosen = PairFilter(DataConfig(**options), corpus, has_inputs, seen)
     kept = [
-        pair
-        for number, pair in enumerate(corpus.pairs(), start=1)
-        if chosen.keep(place_of(pair, number), *pair)
+        pair for number, pair in enumerate(corpus.pairs(), start=1) if chosen.keep(number, pair)
     ]
     return kept, chosen
 
@@ -178,3 +176,40 @@ def test_a_language_without_a_known_script(language):
     corpus = corpus_of(("a", "b"), languages=("en", language))
     with pytest.raises(UserError, match=rf"drop_wrong_script: the script of language '{language}'"):
         run_filter(corpus, drop_wrong_script=True)
+
+
+FRENCH = "La petite maison se trouve au bord de la rivière."
+GERMAN = "Das kleine Haus steht am Ufer des Flusses."
+
+
+@pytest.mark.parametrize(
+    ("languages", "source", "target", "is_kept"),
+    [
+        (("fr", "de"), FRENCH, GERMAN, True),
+        (("fr", "de"), FRENCH, FRENCH, False),
+        (("fr", "de"), GERMAN, GERMAN, False),
+        (("fra", "de-AT"), FRENCH, GERMAN, True),
+        (("fra", "de-AT"), GERMAN, FRENCH, False),
+        (("fr", "de"), "Oui, merci.", "Oui, merci.", True),  # Too short.
+        (("fr", "de"), FRENCH, "12 345 678 901 234 567 890 123 456 789", True),
+        (("fr", "xx"), FRENCH, FRENCH, True),  # Unknown.
+        (("ja", "zh"), "これはとても大きな家です。", "这是一座非常大的房子。", True),
+        (("jp", "ko"), "これはとても大きな家です。", "これはとても大きな家です。", False),
+    ],
+)
+def test_the_filter_of_languages(languages, source, target, is_kept):
+    pairs = corpus_of((source, target), languages=languages)
+    _, chosen = run_filter(pairs, drop_wrong_language=0.7)
+    assert list(chosen.dropped) == ([] if is_kept else ["wrong language"])
+    assert run_filter(pairs)[0] == [(source, target)]
+
+
+def test_the_filter_of_languages_of_a_language_model_and_tags():
+    assert run_filter(
+        corpus_of(("<fr> " + FRENCH, GERMAN), languages=("fr", "de"), tag="<fr>"),
+        drop_wrong_language=0.7,
+    )[0]
+    for target, is_kept in ((GERMAN, True), (FRENCH, False)):
+        corpus = corpus_of(("", target), languages=("fr", "de"))
+        kept, _ = run_filter(corpus, has_inputs=False, drop_wrong_language=0.7)
+        assert bool(kept) == is_kept

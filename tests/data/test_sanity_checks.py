@@ -9,37 +9,16 @@ from flaxformer_mt.data.corpora.corpus import (
     load_corpus,
     open_corpora,
 )
+from flaxformer_mt.data.corpora.languages import Identifier, are_similar
 from flaxformer_mt.data.sanity_checks import (
     SharedPairs,
-    check_sides,
+    check_languages,
     check_unknown_rate,
-    cldr_profile,
-    letters_of,
     warn_of_shared_text,
 )
 from flaxformer_mt.data.stream.encoded_corpus import encode_corpus
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
-
-# Universal Declaration of Human Rights, first article.
-ARTICLE = {
-    "en": "All human beings are born free and equal in dignity and rights. They are endowed with "
-    "reason and conscience and should act towards one another in a spirit of brotherhood.",
-    "de": "Alle Menschen sind frei und gleich an Würde und Rechten geboren. Sie sind mit Vernunft "
-    "und Gewissen begabt und sollen einander im Geiste der Brüderlichkeit begegnen.",
-    "nl": "Alle mensen worden vrij en gelijk in waardigheid en rechten geboren. Zij zijn begiftigd "
-    "met verstand en geweten, en behoren zich jegens elkander in een geest van broederschap te "
-    "gedragen.",
-    "es": "Todos los seres humanos nacen libres e iguales en dignidad y derechos y, dotados como "
-    "están de razón y conciencia, deben comportarse fraternalmente los unos con los otros.",
-    "pt": "Todos os seres humanos nascem livres e iguais em dignidade e em direitos. Dotados de "
-    "razão e de consciência, devem agir uns para com os outros em espírito de fraternidade.",
-    "cs": "Všichni lidé rodí se svobodní a sobě rovní co do důstojnosti a práv. Jsou nadáni "
-    "rozumem a svědomím a mají spolu jednat v duchu bratrství.",
-    "ru": "Все люди рождаются свободными и равными в своем достоинстве и правах. Они наделены "
-    "разумом и совестью и должны поступать в отношении друг друга в духе братства.",
-    "zh": "人人生而自由,在尊严和权利上一律平等。他们赋有理性和良心,并应以兄弟关系的精神相对待。",
-}
 
 
 def phrase_corpus(role, source_language="en", target_language="de", **names):
@@ -62,24 +41,8 @@ TRAIN, VALID = phrase_corpus("train"), phrase_corpus("valid")
 UNKNOWN_LANGUAGES = ("left", "right")
 
 
-@pytest.mark.parametrize("first", ARTICLE)
-@pytest.mark.parametrize("second", ARTICLE)
-def test_profiles_distinguish_languages(first, second):
-    if first != second:
-        text = letters_of([ARTICLE[first]])
-        right, wrong = cldr_profile(first), cldr_profile(second)
-        assert right.log_likelihood(text) > wrong.log_likelihood(text)
-
-
-def test_profiles_exist_for_languages_in_the_cldr():
-    assert cldr_profile("deu") is not None
-    assert cldr_profile("pt-BR") is not None
-    for code in ("", "train", "xx", "tgt", "en-tok"):
-        assert cldr_profile(code) is None
-
-
 def test_correct_sides_are_accepted():
-    check_sides([TRAIN], [VALID])
+    check_languages([TRAIN], [VALID])
 
 
 @pytest.mark.parametrize("languages", [("en", "fr"), ("fr", "de"), ("en", "de")])
@@ -93,18 +56,18 @@ def test_swapped_sides_are_found_by_their_languages(languages):
         match=f"train: the sides are swapped: the sources look like {target} and the targets like "
         f"{source}; swap the files or columns, or data.source_language",
     ):
-        check_sides([train], [valid])
+        check_languages([train], [valid])
 
 
 def test_a_swapped_split_of_unknown_languages_is_found_by_the_other_splits():
     train = dataclasses.replace(TRAIN, languages=UNKNOWN_LANGUAGES)
     valid = dataclasses.replace(VALID, languages=UNKNOWN_LANGUAGES)
-    check_sides([train], [valid])
-    check_sides([swapped(train)], [swapped(valid)])
+    check_languages([train], [valid])
+    check_languages([swapped(train)], [swapped(valid)])
     with pytest.raises(UserError, match="valid and train have opposite directions"):
-        check_sides([train], [swapped(valid)])
+        check_languages([train], [swapped(valid)])
     other_languages = dataclasses.replace(swapped(valid), languages=("right", "left"))
-    check_sides([train], [other_languages])
+    check_languages([train], [other_languages])
 
 
 def test_tags_do_not_hide_swapped_sides():
@@ -114,22 +77,55 @@ def test_tags_do_not_hide_swapped_sides():
         tagged, sources=[f"{tag} {source}" for source in tagged.sources], tag=tag
     )
     with pytest.raises(UserError, match="sources look like de and the targets like en"):
-        check_sides([tagged], [])
+        check_languages([tagged], [])
 
 
 @pytest.mark.parametrize(
     "corpus",
     [
-        ParallelCorpus(TRAIN.sources, TRAIN.sources, "one language", ("en", "de")),
-        ParallelCorpus(TRAIN.targets, TRAIN.targets, "the other", ("en", "de")),
         ParallelCorpus(["Guten Tag"], ["good day"], "too short", ("en", "de")),
         load_corpus(DataConfig(corpus="reverse", generated_pairs=500), "train"),
+        ParallelCorpus([f"Eins {i}" for i in range(900)], ["x"] * 900, "repeated", ("en", "fr")),
     ],
     ids=lambda corpus: corpus.name,
 )
 def test_ambiguous_sides_are_accepted(corpus):
     corpus = dataclasses.replace(corpus, languages=("en", "de"))
-    check_sides([corpus], [corpus, swapped(corpus)])
+    check_languages([corpus], [corpus, swapped(corpus)])
+
+
+@pytest.mark.parametrize("name", ["fr", "fra", "fr_CA", "FR", "fr.tok"])
+@pytest.mark.parametrize("languages", [("fr", "en"), ("en", "fr")])
+def test_a_side_in_another_language_is_refused(name, languages):
+    languages = tuple(name if code == "fr" else code for code in languages)
+    corpus = dataclasses.replace(TRAIN, languages=languages)
+    if languages[0] == "en":
+        message = f"train: the targets look like de, not like {name}: set data.target_language=de"
+    else:
+        message = f"train: the sources look like en, not like {name}: set data.source_language=en"
+    with pytest.raises(UserError, match=f"^{message}, .*data.check_languages=False$"):
+        check_languages([corpus], [])
+    with pytest.raises(UserError, match=message):
+        check_languages([], [corpus])
+
+
+@pytest.mark.parametrize(
+    "languages", [("eng", "deu"), ("en-GB", "de_AT"), ("English.en", "tgt"), ("en_Brai", "xx")]
+)
+def test_languages_by_other_names_and_unknown_ones(languages):
+    check_languages([dataclasses.replace(TRAIN, languages=languages)], [])
+
+
+def test_similar_languages_are_not_told_apart():
+    assert Identifier("nb", "cmn", "jp", "sr_Latn", "xx", "").codes[1:] == (
+        "zh",
+        "ja",
+        "sr",
+        "",
+        "",
+    )
+    assert are_similar("hr", "sr")
+    assert not are_similar("de", "nl")
 
 
 CONFIG = ExperimentConfig(data=DataConfig(byte_fallback=False))

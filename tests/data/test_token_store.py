@@ -110,7 +110,7 @@ def test_a_change_is_detected_and_reported(tmp_path, caplog, corpus, tokenizers,
 def changed_option(name, value):
     """The default experiment with another valid value of an option of the store."""
     group, field = name.split(".")
-    new = not value if isinstance(value, bool) else type(value)(value + 9)
+    new = not value if isinstance(value, bool) else type(value)(value + 1)
     options = {field: new, "tie_embeddings": "target_output"} if group == "model" else {field: new}
     return dataclasses.replace(
         CONFIG, **{group: dataclasses.replace(getattr(CONFIG, group), **options)}

@@ -13,15 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-INVISIBLE = (
-    "\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e\u2060-\u206f"
-    "\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufff8\U0001bca0-\U0001bca3\U0001d173-\U0001d17a"
-    "\U000e0000-\U000e0fff"
-)
-"""Unicode's Default_Ignorable_Code_Point, as the ranges of a set in a regular expression."""
-
-find_visible = re.compile(rf"[^\s\x00-\x1f\x7f-\x9f{INVISIBLE}]").search
-"""Finds a character that is not white space, a control or invisible (as U+200B, U+FEFF)."""
+from flaxformer_mt.writing_systems import INVISIBLE
 
 _CHUNK = 500  # Texts.
 _is_invisible = re.compile(f"[{INVISIBLE}]").match

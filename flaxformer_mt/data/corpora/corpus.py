@@ -24,6 +24,7 @@ from typing import Literal, TypeAlias, cast
 from flaxformer_mt.config import CorpusConfig, DataConfig
 from flaxformer_mt.data.corpora import datasets_reader, tables, text_files, tfds_reader
 from flaxformer_mt.data.corpora.alignments import stream_aligned
+from flaxformer_mt.data.corpora.entities import unescaped
 from flaxformer_mt.data.corpora.rows import Dropped, merged, with_place
 from flaxformer_mt.data.corpora.text_files import Source, of_files
 from flaxformer_mt.errors import UserError
@@ -223,9 +224,18 @@ def open_corpus(
     source = _open(corpus, data, prefix, has_inputs)
 
     def stream() -> Iterator[SentencePair]:
-        if has_inputs:
-            return cast(Iterator[SentencePair], iter(source.read()))
-        return (with_place(("", texts[-1]), texts) for texts in source.read())
+        pairs = cast(Iterator[SentencePair], iter(source.read()))
+        if not has_inputs:
+            pairs = (with_place(("", texts[-1]), texts) for texts in pairs)
+        if data.unescape_html:
+            pairs = (with_place((unescaped(pair[0]), unescaped(pair[1])), pair) for pair in pairs)
+        return pairs
+
+    def digest() -> bytes:
+        if source.digest is None:
+            return _digest_pairs(stream())
+        files = source.digest()
+        return hashlib.sha256(b"unescaped" + files).digest() if data.unescape_html else files
 
     return StreamedCorpus(
         name=source.name,
@@ -233,7 +243,7 @@ def open_corpus(
         tag=" ".join(corpus.tag.split()),
         weight=corpus.weight,
         stream=stream,
-        digest=source.digest or (lambda: _digest_pairs(stream())),
+        digest=digest,
         malformed=source.malformed,
     )
 

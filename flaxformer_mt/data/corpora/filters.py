@@ -1,8 +1,7 @@
 """Filters for training pairs, with the number of dropped pairs and an example for each reason.
 
     pair_filter = PairFilter(config.data, corpus)
-    pairs = enumerate(corpus.pairs(), 1)
-    kept = [pair for n, pair in pairs if pair_filter.keep(place_of(pair, n), *pair)]
+    kept = [pair for number, pair in enumerate(corpus.pairs(), 1) if pair_filter.keep(number, pair)]
     report = {reason: dataclasses.asdict(d) for reason, d in pair_filter.dropped.items()}
 
 Only training corpora are filtered, and the pairs that are held out of them: results on given
@@ -14,18 +13,19 @@ import dataclasses
 import functools
 import hashlib
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from flaxformer_mt.config import DataConfig
-from flaxformer_mt.data.corpora.comparison import find_visible
-from flaxformer_mt.data.corpora.corpus import Corpus
-from flaxformer_mt.data.corpora.rows import Dropped
+from flaxformer_mt.data.corpora.corpus import Corpus, SentencePair
+from flaxformer_mt.data.corpora.languages import Identifier, are_similar, divided
+from flaxformer_mt.data.corpora.rows import Dropped, place_of
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.writing_systems import count_words
+from flaxformer_mt.writing_systems import count_words, has_visible
 
 _EXAMPLE_LENGTH = 60  # Characters shown per side of an example.
+_FEWEST_LETTER_BYTES = 20  # Of a sentence whose language is identified: 7 Chinese characters.
 _MERGE_AT = 1 << 20  # Size of the Python set at which its hashes are merged into the sorted array.
 
 # First words of the Unicode names of a script's characters, where they differ from the English name
@@ -42,9 +42,6 @@ _NAMES_OF_SCRIPTS = {
     "Nkoo": ("NKO",),
     "Orya": ("ORIYA",),
 }
-
-_COMMON_NAMES = {"chn": "zh", "chs": "zh_Hans", "cht": "zh_Hant", "cn": "zh", "jp": "ja"}
-"""Languages by names that are common, but not their ISO 639 codes."""
 
 _OF_SEVERAL_SCRIPTS = ("IDEOGRAPHIC", "VERTICAL", "MODIFIER")
 """First words of the names of letters of more than one script: of 々 and 〆, 〻 and 〱, and ʼ."""
@@ -109,12 +106,13 @@ class PairFilter:
         self._tag = f"{corpus.tag} " if corpus.tag else ""
         self._checks = _checks(config, corpus, has_inputs, SeenPairs() if seen is None else seen)
 
-    def keep(self, place: str, source: str, target: str) -> bool:
-        """Returns whether the pair of a place is kept, and otherwise counts it in `dropped`."""
+    def keep(self, number: int, pair: SentencePair) -> bool:
+        """Returns whether pair `number` of the corpus is kept, or else counts it in `dropped`."""
+        source, target = pair
         text = source.removeprefix(self._tag)
         for reason, applies in self._checks.items():
             if applies(text, target):
-                example = f"{place}: {shortened(text)} | {shortened(target)}"
+                example = f"{place_of(pair, number)}: {shortened(text)} | {shortened(target)}"
                 earlier = self.dropped.get(reason, Dropped(0, example))
                 self.dropped[reason] = dataclasses.replace(earlier, count=earlier.count + 1)
                 return False
@@ -127,16 +125,21 @@ def _checks(
     # In order of precedence.
     limit, ratio = config.max_words, config.max_length_ratio
     checks: dict[str, Callable[[str, str], bool]] = {}
+    # The number of words is of several checks.
+    words = functools.lru_cache(maxsize=2)(count_words)
     side = 0 if has_inputs else 1
-    checks["empty side"] = lambda *pair: not all(map(find_visible, pair[side:]))
+    checks["empty side"] = lambda *pair: not all(map(has_visible, pair[side:]))
     if limit:
-        checks[f"more than {limit} words"] = lambda *pair: max(map(count_words, pair)) > limit
+        checks[f"more than {limit} words"] = lambda *pair: max(map(words, pair)) > limit
     if ratio and has_inputs:
-        checks[f"length ratio above {ratio:g}"] = lambda *pair: _length_ratio(*pair) > ratio
+        checks[f"length ratio above {ratio:g}"] = lambda *pair: _ratio(*map(words, pair)) > ratio
     if config.drop_identical and has_inputs:
         checks["identical sides"] = lambda source, target: source.strip() == target.strip()
     if config.drop_wrong_script:
         checks["wrong script"] = _script_check(corpus.languages, has_inputs)
+    if config.drop_wrong_language:
+        least = config.drop_wrong_language
+        checks["wrong language"] = _language_check(corpus.languages[side:], side, least)
     if config.drop_duplicates:
         # Last: a pair that is dropped for another reason must not count as seen.
         checks["duplicate"] = lambda *pair: not seen.add(*pair)
@@ -149,9 +152,28 @@ def _script_check(languages: tuple[str, str], has_inputs: bool) -> Callable[[str
     return lambda *pair: not all(map(is_mostly_in, scripts, pair[side:]))
 
 
-def _length_ratio(source: str, target: str) -> float:
-    shorter, longer = sorted(map(count_words, (source, target)))
-    return longer / shorter
+def _language_check(
+    languages: Sequence[str], side: int, least: float
+) -> Callable[[str, str], bool]:
+    try:
+        identifier = Identifier(*languages)
+    except ImportError as error:
+        raise UserError(
+            "data.drop_wrong_language needs a package that is not installed: "
+            "pip install 'flaxformer_mt[demo]'"
+        ) from error
+
+    def is_wrong(expected: str, text: str) -> bool:
+        if not expected or len("".join(filter(str.isalpha, text)).encode()) < _FEWEST_LETTER_BYTES:
+            return False
+        code, probability = identifier.identify(text)
+        return probability >= least and not are_similar(code, expected)
+
+    return lambda *pair: any(map(is_wrong, identifier.codes, pair[side:]))
+
+
+def _ratio(first: int, second: int) -> float:
+    return max(first, second) / min(first, second)
 
 
 def shortened(text: str) -> str:
@@ -175,10 +197,7 @@ def script_words(language: str) -> tuple[str, ...]:
             "pip install 'flaxformer_mt[demo]'"
         ) from error
 
-    first, *subtags = re.findall(r"[^\W_]+", language) or [""]
-    code, *script = _COMMON_NAMES.get(first.lower(), first.lower()).split("_")
-    subtags = [*script, *subtags]
-    code = get_global("language_aliases").get(code, code)
+    code, subtags = divided(language)
     likely = get_global("likely_subtags")
     full = likely.get("_".join([code, *subtags[:1]])) or likely.get(code, "")
     script = next((subtag for subtag in [*subtags, *full.split("_")[1:]] if len(subtag) == 4), "")
@@ -193,12 +212,23 @@ def script_words(language: str) -> tuple[str, ...]:
 
 def is_mostly_in(script: tuple[str, ...], text: str) -> bool:
     """Returns whether at least half of the letters of a text are in a script."""
+    usual = _usual_characters(script)
+    if usual.issuperset(text):
+        return True
     letters = matching = 0
     for character, count in collections.Counter(text).items():
         word = _first_word(character)
         letters += count * bool(word)
         matching += count * (word in script)
+        if not word or word in script:
+            usual.add(character)
     return 2 * matching >= letters
+
+
+@functools.cache
+def _usual_characters(script: tuple[str, ...]) -> set[str]:
+    """Returns the set of those seen so far that are of a script, or no letters; it grows."""
+    return set()
 
 
 @functools.cache

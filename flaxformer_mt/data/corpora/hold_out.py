@@ -136,6 +136,8 @@ class Division:
                 *(config.max_words, config.max_length_ratio, config.drop_identical),
                 config.drop_wrong_script and languages,
             ]
+            if config.drop_wrong_language:
+                rule += [config.drop_wrong_language, languages]
         texts = b"".join(corpus.digest() for corpus in self.corpora)
         return hashlib.sha256(f"{rule}\n".encode() + texts).digest()
 
@@ -162,13 +164,15 @@ class Division:
         passes = PairFilter(filters, untagged, self.has_inputs).keep
         gives = any(number in numbers for numbers, *_ in self.quotas)
         is_filtered = gives and self.config.filter_held_out
-        nowhere = itertools.repeat("")  # What is dropped here is not reported.
+        nowhere = itertools.repeat(0)  # What is dropped here is not reported.
         chunks = [np.empty(0, _LINE)]
         for pairs in in_chunks(corpus.stream()):
             sources, targets = zip(*pairs, strict=True)
             lines = np.empty(len(pairs), _LINE)
             lines["source"], lines["target"] = hashed(sources), hashed(targets)
-            lines["passes"] = not is_filtered or [*map(passes, nowhere, sources, targets)]
+            lines["passes"] = not is_filtered or [
+                *map(passes, nowhere, zip(sources, targets, strict=True))
+            ]
             chunks.append(lines)
         return np.concatenate(chunks)
 

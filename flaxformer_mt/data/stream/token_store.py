@@ -33,8 +33,9 @@ from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.config.experiment import values_with
 from flaxformer_mt.config.fields import FieldRole
 from flaxformer_mt.data.corpora.corpus import Corpus, SentencePair
+from flaxformer_mt.data.corpora.entities import EntityCounter
 from flaxformer_mt.data.corpora.filters import PairFilter, SeenPairs
-from flaxformer_mt.data.corpora.rows import Row, place_of
+from flaxformer_mt.data.corpora.rows import Row
 from flaxformer_mt.data.corpora.text_files import counted
 from flaxformer_mt.data.stream.encoded_corpus import (
     CorpusReport,
@@ -250,14 +251,16 @@ class _Store:
             seen = SeenPairs(_map(earlier, np.uint64))
         pair_filter = PairFilter(data, corpus, has_inputs, seen)
         encoder = PairEncoder(self.tokenizers, corpus, has_inputs, data.subword_sampling > 0)
+        entities = EntityCounter()
         read = kept_before = 0
         files: list[tuple[int, str]] = []
         pairs = counted(corpus.pairs(), f"tokenizing {corpus.name}")
         while chunk := list(itertools.islice(pairs, _CHUNK)):
+            entities.add(chunk, read + 1)
             kept: list[SentencePair] = []
             numbers: list[int] = []
             for number, pair in enumerate(chunk, start=read + 1):
-                if pair_filter.keep(place_of(pair, number), *pair):
+                if pair_filter.keep(number, pair):
                     path = str(pair.path or "") if isinstance(pair, Row) else ""
                     if not files or files[-1][1] != path:
                         files.append((kept_before + len(kept), path))
@@ -275,6 +278,7 @@ class _Store:
         if data.drop_duplicates:
             _append(folder / "seen.hashes", seen.hashes)
 
+        entities.warn(corpus.name)
         malformed = corpus.malformed()
         read += sum(rows.count for rows in malformed.values())
         dropped = {**malformed, **pair_filter.dropped}

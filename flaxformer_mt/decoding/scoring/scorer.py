@@ -22,6 +22,7 @@ from flaxformer_mt.decoding.scoring.teacher_forcing import teacher_force
 from flaxformer_mt.decoding.search.ranking import length_penalty
 from flaxformer_mt.decoding.text_arguments import require_iterable, require_text, require_texts
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.writing_systems import stripped
 
 ScoreNormalization = Literal["none", "tokens", "search"]
 """The divisor of a log-probability: none; the number of tokens; or the length penalty of the
@@ -195,7 +196,7 @@ class Scorer:
     ) -> Iterator[PairScore]:
         numbers, *texts = zip(*pairs, strict=True)
         # As in translation, outer spaces are not part of a text.
-        sources, targets = ([text.strip() for text in side] for side in texts)
+        sources, targets = ([*map(stripped, side)] for side in texts)
         source, eos_id = self.tokenizers.source, self.model.eos_id
         source_texts = source.encode_parts(sources)
         source_rows = [source.with_first(tokens) for tokens in source_texts]

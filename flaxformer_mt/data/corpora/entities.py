@@ -1,0 +1,53 @@
+"""HTML entities in text, such as "&quot;" and "&amp;amp;", which programs leave behind."""
+
+import html
+import logging
+import re
+from collections.abc import Iterable
+
+from flaxformer_mt.data.corpora.rows import place_of
+
+_ENTITY = re.compile(r"&(?:#[0-9]{1,7}|#[xX][0-9a-fA-F]{1,6}|[A-Za-z][A-Za-z0-9]{1,31});")
+_BREAKS = re.compile(r"[\t\n\r]+")
+_DEEPEST = 4
+_LISTED = 5
+
+_log = logging.getLogger(__name__)
+
+
+def unescaped(text: str) -> str:
+    """Replaces entities by their characters, also those that were escaped several times."""
+    for _ in range(_DEEPEST):
+        before = text
+        # Line ends and tabs would divide a sentence.
+        text = _ENTITY.sub(lambda found: _BREAKS.sub(" ", html.unescape(found[0])), before)
+        if text == before:
+            break
+    return text
+
+
+class EntityCounter:
+    """Counts the pairs with entities, for one warning per corpus."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._places: list[str] = []
+
+    def add(self, pairs: Iterable[tuple[str, str]], first: int = 1) -> None:
+        """Counts pairs, of which the first has this number in the corpus."""
+        for number, pair in enumerate(pairs, first):
+            if "&" in pair[0] + pair[1] and unescaped(pair[0]) + unescaped(pair[1]) != "".join(
+                pair
+            ):
+                self._count += 1
+                if len(self._places) < _LISTED:
+                    self._places.append(place_of(pair, number))
+
+    def warn(self, name: str) -> None:
+        """Logs the number of pairs with entities, and the places of the first, if there are any."""
+        if self._count:
+            _log.warning(
+                "%s: %d pairs have HTML entities, such as &quot;, the first at %s: "
+                "data.unescape_html=True replaces them by their characters",
+                *(name, self._count, "; ".join(self._places)),
+            )
