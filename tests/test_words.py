@@ -33,7 +33,7 @@ WORDS = {
     ),
     r"\b[Uu]nprojected\b|\bwhat logits are made of\b": "factors of the output projection",
     r"\bPast\b|what self-attention remembers": "key/value cache",
-    r"\bwhat is asked of\b|\bwish(es)?\b": "per-sentence constraints",
+    r"\bwhat is asked of\b|(?<!▁)\bwish(es)?\b": "per-sentence constraints",
     r"(?<!teacher )\bforcing\b": "teacher forcing, forced decoding",
     r"(?<!\")\bmerits?\b": "ranking score",
     r"\bdear(er|est)?\b": "expensive",

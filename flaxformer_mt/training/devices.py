@@ -160,10 +160,10 @@ class CompiledStep:
 
     def lower(self, state: Any, batch: Any) -> Any:
         """Lowers the step for abstract arguments: shapes, dtypes and shardings."""
-        return self.trace(state, batch).lower()
+        return self._for(state).lower(state, batch, *self._frozen)
 
     def trace(self, state: Any, batch: Any) -> Any:
-        """Traces the step for abstract arguments, to lower it for any platform."""
+        """Traces the step, unless by pmap, for abstract arguments, to lower it for any platform."""
         return self._for(state).trace(state, batch, *self._frozen)
 
     def _for(self, state: Any) -> Any:
