@@ -8,6 +8,7 @@ deterministic, and what continuing adds cannot be told from that. Then all is re
 import concurrent.futures
 import dataclasses
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +36,7 @@ def run(options: Options) -> Iterator[dict[str, Any]]:
 def compare(options: Options, flags: str) -> dict[str, Any]:
     """Trains a run, another one like it, and one that is killed and continued."""
     root = options.out / f"continuing{'_deterministic' * bool(flags)}"
+    shutil.rmtree(root, ignore_errors=True)  # Runs of an earlier battery would be continued.
     names = ["whole", "killed"] if options.tiny else ["whole", "again", "killed"]
     variables = {
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}",

@@ -1,6 +1,7 @@
 """Training to the end with BLEU: Multi30k if there is its text, otherwise reversed digits."""
 
 import dataclasses
+import shutil
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +19,9 @@ def run(options: Options) -> Iterator[dict[str, Any]]:
     runtime.configure()
     config = configuration(options)
     begin = time.perf_counter()
-    with experiment.open_folder(options.out / "training_run") as folder:
+    root = options.out / "training_run"
+    shutil.rmtree(root, ignore_errors=True)  # A run of an earlier battery would be continued.
+    with experiment.open_folder(root) as folder:
         parts = experiment.prepare(config, folder)
         # Without TensorBoard, whose package is not needed for this.
         experiment.fit(parts, folder, writers=[JsonLinesWriter(folder / METRICS)])
