@@ -43,7 +43,7 @@ def configured(name):
 @pytest.mark.parametrize(
     ("name", "platform"),
     [
-        # The others have the same kinds of operations.
+        # The kernels of the others are lowered in tests/model/test_fused_attention.py.
         pytest.param(name, platform, marks=() if name == "wmt14_en_de_base" else pytest.mark.slow)
         for name in CONFIGS
         for platform in DEVICES
