@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import math
 import os
 import re
 import threading
@@ -23,7 +24,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import numpy as np
@@ -34,12 +35,16 @@ from orbax.checkpoint.args import Composite, StandardRestore, StandardSave
 
 from flaxformer_mt import distributed
 from flaxformer_mt.config import ValidationMetric
-from flaxformer_mt.errors import UserError
+from flaxformer_mt.errors import UserError, prefixed
+from flaxformer_mt.input_files import max_content
 from flaxformer_mt.runs import atomic, data_file, step_folders
 from flaxformer_mt.runs.layout import EMA, PARAMS, TRAINING, CheckpointSelector
 from flaxformer_mt.runs.manifest import damage
+from flaxformer_mt.runs.parameter_file import first_line
 from flaxformer_mt.runs.step_folders import kept_steps
 
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
+"""Shapes of arrays by path."""
 State = TypeVar("State")
 Position = TypeVar("Position")
 
@@ -208,10 +213,14 @@ class Checkpoints:
                 f"{path} holds parameters only and cannot be continued: start a run in another "
                 f"--workdir with --train.init-from={self.run_folder}"
             )
-        _check_same_kind(path, self._orbax.metadata(path).item_metadata, items)
-        restored = self._orbax.restore(
-            path, args=Composite(**{name: StandardRestore(item) for name, item in items.items()})
-        )
+        with _reading(path):
+            stored = self._orbax.metadata(path).item_metadata
+            _check_same_kind(path, stored, items)
+            _check_chunks(path, {name: stored[name].tree for name in items})
+            restored = self._orbax.restore(
+                path,
+                args=Composite(**{name: StandardRestore(item) for name, item in items.items()}),
+            )
         return _joined(template, restored), record["progress"]
 
     def wait(self) -> None:
@@ -279,12 +288,20 @@ class Checkpoints:
 
 
 def restore_params(
-    run_folder: str | Path, checkpoint: CheckpointSelector = "best"
+    run_folder: str | Path,
+    checkpoint: CheckpointSelector = "best",
+    check: Callable[[Shapes], None] | None = None,
 ) -> tuple[int, dict[str, Any]]:
     """Restores parameters only, onto one device; of a run with a moving average, that.
 
     The best checkpoint is the newest if none was validated. Each process may call this
     independently of the others.
+
+    Args:
+      run_folder: the run folder.
+      checkpoint: which of its checkpoints.
+      check: raises `UserError` if the shapes of the parameters, by path, are not those of the
+        model. Without it they may be any that files of such a size can have.
 
     Returns:
       The checkpoint's step, and its parameters as nested dicts of arrays.
@@ -301,14 +318,16 @@ def restore_params(
             if not is_there:
                 continue  # Training has removed it in the meantime.
             try:
-                return step, _restore_params(path, run_id)
+                return step, _restore_params(path, run_id, check)
             except Exception:
                 # So has it here, on a file system without locks.
                 if path.is_dir():
                     raise
 
 
-def _restore_params(path: Path, run_id: str | None) -> dict[str, Any]:
+def _restore_params(
+    path: Path, run_id: str | None, check: Callable[[Shapes], None] | None
+) -> dict[str, Any]:
     cause = damage(path)
     if cause:
         raise UserError(f"{path} is damaged: {cause}; {step_folders.advice(path)}")
@@ -316,14 +335,51 @@ def _restore_params(path: Path, run_id: str | None) -> dict[str, Any]:
     name = EMA if (path / EMA).is_dir() else PARAMS
     if not (path / name).is_dir():
         raise UserError(f"{path} has no parameters: its state has no member {PARAMS!r}")
-    with _own_checkpointer() as orbax:
+    with _reading(path), _own_checkpointer() as orbax:
+        stored = orbax.metadata(path).item_metadata[name].tree
+        with prefixed(f"{path}: "):
+            (check or functools.partial(_check_size, path / name))(_shapes(stored))
+        _check_chunks(path, stored)
         sharding = SingleDeviceSharding(jax.local_devices()[0])
         template = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-            orbax.metadata(path).item_metadata[name].tree,
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), stored
         )
         items = orbax.restore(path, args=Composite(**{name: StandardRestore(template)}))
     return items[name]
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Turns errors of Orbax into `UserError`: a manifest may fit files that are not its own."""
+    try:
+        yield
+    except (UserError, jax.errors.JaxRuntimeError):  # The latter: there is not enough memory.
+        raise
+    except Exception as error:
+        reason = _system_error(error)
+        if reason:
+            raise UserError(f"{path} cannot be read: {reason}") from error
+        raise UserError(
+            f"{path} is damaged, or not a checkpoint ({first_line(error)}); "
+            f"{step_folders.advice(path)}"
+        ) from error
+
+
+def _check_size(folder: Path, shapes: Shapes) -> None:
+    there = sum(file.stat().st_size for file in folder.rglob("*"))
+    if 4 * sum(map(math.prod, shapes.values())) > max_content(there):
+        raise UserError("damaged: its arrays are far larger than its files")
+
+
+def _check_chunks(path: Path, stored: Any) -> None:
+    """Checks that no array is read in chunks that are larger than itself."""
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(stored):
+        chunk = leaf.storage.chunk_shape if leaf.storage else leaf.shape
+        if any(ours > max(size, 1) for ours, size in zip(chunk, leaf.shape, strict=True)):
+            name = jax.tree_util.keystr(keys, simple=True, separator="/")
+            raise UserError(
+                f"{path}: damaged: {name} is an array {list(leaf.shape)} in chunks {list(chunk)}"
+            )
 
 
 def write_params(run_folder: str | Path, step: int, params: Mapping[str, Any]) -> None:
@@ -433,7 +489,7 @@ def _check_same_kind(path: Path, stored: Any, wanted: Mapping[str, Any]) -> None
             )
 
 
-def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+def _shapes(tree: Any) -> Shapes:
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
