@@ -13,6 +13,7 @@ name is a number was complete once, and there is always one.
 
 import asyncio
 import contextlib
+import contextvars
 import dataclasses
 import functools
 import logging
@@ -45,6 +46,7 @@ from flaxformer_mt.runs.step_folders import kept_steps
 
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 """Shapes of arrays by path."""
+_is_reading = contextvars.ContextVar("_is_reading", default=False)
 State = TypeVar("State")
 Position = TypeVar("Position")
 
@@ -115,7 +117,7 @@ class Checkpoints:
         newest = int(_from_first_process(np.int32(max(self._scores, default=-1))))
         self._latest = None if newest < 0 else newest
 
-        _complete_all_writes()
+        _complete_all_tasks()
         # Folders are created before the threads start: if creation failed, these would wait for
         # them forever and keep the process from exiting.
         at_once = ocp.options.AsyncOptions(create_directories_asynchronously=False)
@@ -351,6 +353,8 @@ def _restore_params(
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
     """Turns errors of Orbax into `UserError`: a manifest may fit files that are not its own."""
+    _complete_all_tasks()
+    token = _is_reading.set(True)
     try:
         yield
     except (UserError, jax.errors.JaxRuntimeError):  # The latter: there is not enough memory.
@@ -363,6 +367,8 @@ def _reading(path: Path) -> Iterator[None]:
             f"{path} is damaged, or not a checkpoint ({first_line(error)}); "
             f"{step_folders.advice(path)}"
         ) from error
+    finally:
+        _is_reading.reset(token)
 
 
 def _check_size(folder: Path, shapes: Shapes) -> None:
@@ -387,7 +393,7 @@ def write_params(run_folder: str | Path, step: int, params: Mapping[str, Any]) -
     folder = step_folders.folder_of(run_folder)
     _require_writable_name(folder)
     atomic.make_folder(folder)
-    _complete_all_writes()
+    _complete_all_tasks()
     with (
         _explained(f"{folder} cannot be written:"),
         atomic.workspace(folder) as workspace,
@@ -598,12 +604,12 @@ class _CompletingLoop(asyncio.SelectorEventLoop):
 
 
 @functools.cache
-def _complete_all_writes() -> None:
-    """Makes Orbax complete all writes of a checkpoint, also if one of them fails.
+def _complete_all_tasks() -> None:
+    """Makes Orbax complete all reads and writes of a checkpoint, also if one of them fails.
 
-    By default it closes the event loop of the writes, and TensorStore prints a traceback at the end
-    of each of the others, whose files appear after those of the checkpoint were removed. Orbax logs
-    the error, too, which is raised anyway.
+    By default it closes their event loop, and TensorStore prints a traceback at the end of each of
+    the others, whose files appear after those of the checkpoint were removed. Orbax logs the error,
+    too, which is raised anyway.
     """
     logging.getLogger("absl").addFilter(_is_not_raised)
     with warnings.catch_warnings():
@@ -612,7 +618,8 @@ def _complete_all_writes() -> None:
     make_loop = policy.new_event_loop
 
     def new_event_loop() -> asyncio.AbstractEventLoop:
-        return _CompletingLoop() if _writes(threading.current_thread()) else make_loop()
+        is_own = _is_reading.get() or _writes(threading.current_thread())
+        return _CompletingLoop() if is_own else make_loop()
 
     policy.new_event_loop = new_event_loop
 
