@@ -48,10 +48,15 @@ def open_saved(
             if split not in rows:
                 raise UserError(f"{option}={folder} has no split {split}, only {', '.join(rows)}")
             rows = rows[split]
+        # Arrow does not check what it reads: damage could end the process, or give other memory.
+        for table in filter(None, (rows.data, rows._indices)):
+            table.table.validate(full=True)
         flat = rows.flatten()  # The columns of `translation` become "translation.en", ...
-    # IndexError: it has no rows.
-    except (OSError, ValueError, LookupError, TypeError, pyarrow.ArrowException) as error:
-        raise UserError(f"{option}={folder} cannot be read: {error}") from error
+    except UserError:
+        raise
+    except Exception as error:  # Damaged metadata can raise anything.
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise UserError(f"{option}={folder} cannot be read: {reason}") from error
     name = f"{folder}/{split}"
     if not columns:
         prefix = "translation." if "translation" in rows.features else ""
@@ -65,7 +70,7 @@ def open_saved(
         for first in range(0, len(flat), _READ_AT_ONCE):
             try:
                 part = flat[first : first + _READ_AT_ONCE]
-            except (ValueError, SystemError, OSError, pyarrow.ArrowException) as error:
+            except (ValueError, LookupError, SystemError, OSError, pyarrow.ArrowException) as error:
                 raise UserError(f"{name} cannot be read: {error}") from error
             yield from zip(*(map(_line, part[column]) for column in columns), strict=True)
 

@@ -8,6 +8,9 @@ from flaxformer_mt.data.corpora import headers
 from flaxformer_mt.data.corpora.rows import LINE_BREAKS
 from flaxformer_mt.data.corpora.text_files import opened
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.input_files import max_content
+
+_READ_AT_ONCE = 1000  # Rows; texts that the file has once are repeated in memory.
 
 
 def stream_rows(
@@ -36,7 +39,14 @@ def stream_rows(
                 if kind not in ("string", "large_string"):
                     raise UserError(f"{path}: column {name!r} (data.columns) has no text: {kind}")
             number = 0
-            for batch in file.iter_batches(columns=names):
+            claimed = sum(
+                file.metadata.row_group(group).total_byte_size
+                for group in range(file.num_row_groups)
+            )
+            if claimed > max_content(path.stat().st_size):
+                raise ValueError("its columns are far larger than the file")
+            for batch in file.iter_batches(_READ_AT_ONCE, columns=names):
+                batch.validate(full=True)
                 table = pyarrow.Table.from_batches([batch]).flatten()
                 for pair in zip(*(table[name].to_pylist() for name in names), strict=True):
                     number += 1
