@@ -112,7 +112,9 @@ def translation_class(text):
 DAMAGES = {
     "fewer": (changed("dataset_info.json", lambda text: text.replace('"500"', '"3"')), "has 500"),
     "more": (changed("dataset_info.json", lambda text: text.replace('"500"', '"900"')), "has 500"),
-    "no splits": (changed("dataset_info.json", lambda text: text.replace('"splits"', '"x"')), "split train"),
+    "no splits": (
+        changed("dataset_info.json", lambda text: text.replace('"splits"', '"x"')), "split train",
+    ),
     "not JSON": (changed("dataset_info.json", lambda text: text[:50]), "split train"),
     "null": (changed("features.json", lambda _: "null"), "data"),
     "deep": (changed("features.json", lambda _: "[" * 100_000), "nested too deeply"),
