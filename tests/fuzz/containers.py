@@ -140,7 +140,7 @@ def hostile_run(rng: random.Random, world: World, folder: Path) -> Case:
         done,
         damage.arguments(command, world, run, folder),
         check=lambda outcome: judged(promise, command, world, run, folder, outcome),
-        names=("checkpoints",),
+        names=("checkpoints", str(run)),
         may_write=command == "continue",
     )
 

@@ -26,10 +26,16 @@ def make(rng: random.Random, world: World, folder: Path) -> Case:
         done = described_wrongly(rng, data)
     else:
         done = damage(rng, data, folder / "outside")
-    options = (f"--data.corpus={kind}", "--train.eval-every=0", "--dry-run")
+    return case(f"{done} of {kind}", kind, data, world, folder)
+
+
+def case(done: str, kind: str, data: Path, world: World, folder: Path) -> Case:
+    options = [f"--data.corpus={kind}", "--dry-run"]
+    if kind == "tfds":
+        options.append("--data.valid-split=validation")
     arguments = ("train", *world.training(folder / "output", data), *options)
     names = (str(data), "data.", "train", "valid", "test")
-    return Case(f"{done} of {kind}", arguments, check=has_all_pairs, names=names)
+    return Case(done, arguments, check=has_all_pairs, names=names)
 
 
 def damage(rng: random.Random, data: Path, outside: Path) -> str:
@@ -62,5 +68,8 @@ def described_wrongly(rng: random.Random, data: Path) -> str:
 
 def has_all_pairs(outcome: Outcome) -> str:
     """Says whether pairs were lost; their text may be another where there are no checksums."""
-    found = [line for line in outcome.out.splitlines() if f"{SIZES['train']} pairs" in line]
-    return "" if found else f"other pairs without a word: {outcome.out[:500]!r}"
+    return (
+        ""
+        if f"{SIZES['train']} pairs" in outcome.out
+        else f"other pairs without a word: {outcome.out[:500]!r}"
+    )

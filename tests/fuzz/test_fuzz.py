@@ -96,6 +96,13 @@ def test_cases(kind, seeds, world, tmp_path, record_counts):
     assert not failures, f"{len(failures)} failures\n\n{report}"
 
 
+def test_intact_data_sets_are_read(world, tmp_path):
+    for kind, data in world.data_sets.items():
+        case = data_sets.case("intact", kind, data, world, tmp_path)
+        outcome = run_command(case.arguments, folder=tmp_path)
+        assert (outcome.code, case.problem(outcome)) == (0, ""), outcome
+
+
 @pytest.mark.slow  # Decided by the tests of kills in tests/system.
 def test_kills(world, tmp_path, record_counts):
     failures = []
