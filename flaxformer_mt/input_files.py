@@ -19,6 +19,7 @@ MAX_SETTINGS_BYTES = 2**24
 """Limit of the size of configurations, metadata and vocabularies in JSON."""
 MAX_MODEL_BYTES = 2**28
 """Limit of the size of tokenizer models and of lexical tables, also after decompression."""
+_MAX_EXPANSION, _SMALL = 100, 2**20
 
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -47,6 +48,15 @@ def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
         os.close(descriptor)
         raise UserError(f"{_KINDS.get(kind, 'a special file')}, not a file")
     return os.fdopen(descriptor, "rb")
+
+
+def max_content(size: int) -> int:
+    """Returns the limit of the bytes that a file of `size` bytes may stand for.
+
+    A compressed or sparse file, and one that describes arrays or shares them, may ask for any
+    amount of memory and time: all readers of files that others wrote have this one limit.
+    """
+    return _MAX_EXPANSION * size + _SMALL
 
 
 def read_bytes(path: str | os.PathLike[str], limit: int = MAX_SETTINGS_BYTES) -> bytes:

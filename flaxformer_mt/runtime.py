@@ -130,8 +130,10 @@ def _is_private(folder: Path) -> bool:
     """Creates a folder for this user only, unless it exists; returns whether it is such a folder.
 
     One that belongs to another user, or that others may write to, is reported, because the
-    programs in it may be theirs.
+    programs in it may be theirs. A path that is not absolute is not used: a user may have no home.
     """
+    if not folder.is_absolute():
+        return False
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):

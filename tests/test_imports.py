@@ -60,7 +60,7 @@ ALLOWED = {
     }
     | LEAVES,
     "standard_output": set(),
-    "runs": {"config", "distributed", "data.corpora.corpus", "data.tokenizers"} | LEAVES,
+    "runs": {"config", "distributed", "data.corpora.corpus", "data.tokenizers", "model"} | LEAVES,
     "presets": {"config"} | LEAVES,
     "model": {"config"} | LEAVES,
     "data": {"config", "runs.layout", "runs.manifest"} | LEAVES,

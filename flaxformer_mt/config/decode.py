@@ -1,6 +1,7 @@
 """Search, sampling and the constraints on translations."""
 
 import dataclasses
+import re
 from typing import Literal
 
 from flaxformer_mt.config.fields import MAX_LAYERS, MAX_SEED, MAX_WIDTH, Checked, FieldRole, option
@@ -11,7 +12,7 @@ MAX_FACTOR = 1000
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "epsilon_cutoff")
 """Fields that have an effect only where translations are sampled."""
 # Of a token id: Python does not read integers of thousands of digits.
-_MAX_DIGITS = 10
+_TOKEN = "[0-9]{1,10}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,11 +156,15 @@ class DecodeConfig(Checked):
         )
         if not self.shortlist:
             self._require_defaults(("shortlist_first", "shortlist_best"), "needs decode.shortlist")
+        self._require(
+            all(word.strip() for word in self.bad_words),
+            "decode.bad_words has an empty word: leave it out",
+        )
         for phrase in self.bad_word_ids:
             shown = phrase if len(phrase) <= 40 else f"{phrase[:40]}..."
             tokens = [token.strip() for token in phrase.split(",")]
             self._require(
-                all(token.isdecimal() and len(token) <= _MAX_DIGITS for token in tokens),
+                all(re.fullmatch(_TOKEN, token) for token in tokens),
                 f'decode.bad_word_ids: "{shown}" must be comma-separated token ids, such as "17,4"',
             )
 

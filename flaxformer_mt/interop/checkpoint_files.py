@@ -14,7 +14,7 @@ import safetensors.numpy
 from flaxformer_mt.errors import UserError, prefixed
 from flaxformer_mt.interop import torch_files
 from flaxformer_mt.runs import atomic
-from flaxformer_mt.runs.parameter_file import first_bytes, read_safetensors
+from flaxformer_mt.runs.parameter_file import first_bytes, first_line, read_safetensors
 
 Tensors = Mapping[str, np.ndarray]
 """Arrays by name or path."""
@@ -163,7 +163,7 @@ def read_widened(paths: Sequence[Path]) -> tuple[dict[str, np.ndarray], str]:
                     raise UserError(f"tensor {name} is in another file as well")
                 dtype = str(getattr(value, "dtype", "")).removeprefix("torch.")
                 if dtype == "float16":
-                    value = _array(value).astype(np.float32)
+                    value = _array(name, value).astype(np.float32)
                 tensors[name] = to_numpy(name, value)
                 dtypes[dtype] += 1
     return tensors, dtypes.most_common(1)[0][0] if dtypes else "float32"
@@ -267,8 +267,11 @@ def to_numpy(name: Any, value: Any) -> np.ndarray:
     dtype = str(value.dtype).removeprefix("torch.")
     if dtype not in ("float32", "float64"):
         raise UserError(f"tensor {name} is {dtype}, but must be float32 or float64")
-    return _array(value)
+    return _array(name, value)
 
 
-def _array(value: Any) -> np.ndarray:
-    return np.array(value.numpy(force=True) if hasattr(value, "detach") else value)
+def _array(name: str, value: Any) -> np.ndarray:
+    try:
+        return np.array(value.numpy(force=True) if hasattr(value, "detach") else value)
+    except (RuntimeError, TypeError) as error:  # It is sparse or nested, or has no values ("meta").
+        raise UserError(f"tensor {name} is not dense: {first_line(error)}") from error

@@ -19,15 +19,18 @@ from types import ModuleType
 from typing import Any, BinaryIO
 
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.input_files import open_regular
+from flaxformer_mt.input_files import max_content, open_regular
 
 _MAX_OPERATIONS = 1_000_000
 """Limit of the instructions of a pickle; a training checkpoint of 1000 tensors has 200,000."""
 _MAX_ITEMS = 1_000_000
 """Limit of the items in nested containers, those that are shared counted where they occur."""
 _MAX_DEPTH = 50
-_MAX_SHARING = 64
-"""Limit of the bytes of all tensors, relative to those of the file: tied tensors share storages."""
+_MAX_WORK = 16
+"""Limit of the items that instructions read, for each byte of a pickle.
+
+Each of them may copy, hash or print a value that the pickle has once.
+"""
 _MAX_INTEGER_BITS = 128
 _MAX_AXES = 64
 
@@ -135,16 +138,22 @@ def _check_old(file: BinaryIO) -> None:
                 raise UserError("its numbers are big-endian: save it on a little-endian machine")
 
 
+_GROWING = {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "BUILD"}
+_CHARACTERS = 64
+"""Characters of a text that take as much as an item."""
+
+
 def _check_pickle(content: Any) -> set[str]:
     """Checks the instructions of a pickle, and returns their names."""
     found = set()
-    # Hashing a tuple of shared tuples takes as long as if they were not shared: the stack and the
-    # memo have the number of items in each tuple, and 1 for other values.
-    stack: list[int] = []
+    # The stack and the memo have the number of items in each value, in a list because containers
+    # grow. What is shared counts wherever it occurs: a tuple is hashed and printed so.
+    stack: list[list[int]] = []
     marks: list[int] = []
-    memo: dict[int, int] = {}
+    memo: dict[int, list[int]] = {}
+    work = 0
     value: Any
-    for number, (operation, value, _) in enumerate(pickletools.genops(content)):
+    for number, (operation, value, end) in enumerate(pickletools.genops(content)):
         name = operation.name
         found.add(name)
         if number >= _MAX_OPERATIONS:
@@ -167,10 +176,17 @@ def _check_pickle(content: Any) -> set[str]:
             start = marks.pop() - len(operation.stack_before) + 2
         if start < 0:
             raise UserError("damaged, or not a checkpoint")
-        size = 1 + sum(stack[start:]) if "TUPLE" in name else 1
-        if size > _MAX_ITEMS:
-            raise UserError("damaged: it has a tuple of too many items")
-        stack[start:] = [size] * len(operation.stack_after)
+        size = 1 + sum(items for (items,) in stack[start:])
+        work += size
+        if work > _MAX_WORK * (end or 0) + _MAX_ITEMS:
+            raise UserError("damaged: it has containers of too many items")
+        if name in _GROWING:
+            stack[start][0] = size
+            del stack[start + 1 :]
+            continue
+        if isinstance(value, str | bytes):
+            size += len(value) // _CHARACTERS
+        stack[start:] = [[size] for _ in operation.stack_after]
     return found
 
 
@@ -195,7 +211,7 @@ def check_size(content: Any, file_size: int) -> None:
     Raises:
       UserError: it is.
     """
-    max_bytes = file_size * _MAX_SHARING
+    max_bytes = max_content(file_size)
     items, level = _MAX_ITEMS, [content]
     for _ in range(_MAX_DEPTH):
         following: list[Any] = []

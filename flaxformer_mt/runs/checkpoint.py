@@ -13,9 +13,11 @@ name is a number was complete once, and there is always one.
 
 import asyncio
 import contextlib
+import contextvars
 import dataclasses
 import functools
 import logging
+import math
 import os
 import re
 import threading
@@ -23,7 +25,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import numpy as np
@@ -34,12 +36,17 @@ from orbax.checkpoint.args import Composite, StandardRestore, StandardSave
 
 from flaxformer_mt import distributed
 from flaxformer_mt.config import ValidationMetric
-from flaxformer_mt.errors import UserError
+from flaxformer_mt.errors import UserError, prefixed
+from flaxformer_mt.input_files import max_content
 from flaxformer_mt.runs import atomic, data_file, step_folders
 from flaxformer_mt.runs.layout import EMA, PARAMS, TRAINING, CheckpointSelector
 from flaxformer_mt.runs.manifest import damage
+from flaxformer_mt.runs.parameter_file import first_line
 from flaxformer_mt.runs.step_folders import kept_steps
 
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
+"""Shapes of arrays by path."""
+_is_reading = contextvars.ContextVar("_is_reading", default=False)
 State = TypeVar("State")
 Position = TypeVar("Position")
 
@@ -110,7 +117,7 @@ class Checkpoints:
         newest = int(_from_first_process(np.int32(max(self._scores, default=-1))))
         self._latest = None if newest < 0 else newest
 
-        _complete_all_writes()
+        _complete_all_tasks()
         # Folders are created before the threads start: if creation failed, these would wait for
         # them forever and keep the process from exiting.
         at_once = ocp.options.AsyncOptions(create_directories_asynchronously=False)
@@ -208,10 +215,14 @@ class Checkpoints:
                 f"{path} holds parameters only and cannot be continued: start a run in another "
                 f"--workdir with --train.init-from={self.run_folder}"
             )
-        _check_same_kind(path, self._orbax.metadata(path).item_metadata, items)
-        restored = self._orbax.restore(
-            path, args=Composite(**{name: StandardRestore(item) for name, item in items.items()})
-        )
+        with _reading(path):
+            stored = self._orbax.metadata(path).item_metadata
+            _check_same_kind(path, stored, items)
+            _check_chunks(path, {name: stored[name].tree for name in items})
+            restored = self._orbax.restore(
+                path,
+                args=Composite(**{name: StandardRestore(item) for name, item in items.items()}),
+            )
         return _joined(template, restored), record["progress"]
 
     def wait(self) -> None:
@@ -279,12 +290,20 @@ class Checkpoints:
 
 
 def restore_params(
-    run_folder: str | Path, checkpoint: CheckpointSelector = "best"
+    run_folder: str | Path,
+    checkpoint: CheckpointSelector = "best",
+    check: Callable[[Shapes], None] | None = None,
 ) -> tuple[int, dict[str, Any]]:
     """Restores parameters only, onto one device; of a run with a moving average, that.
 
     The best checkpoint is the newest if none was validated. Each process may call this
     independently of the others.
+
+    Args:
+      run_folder: the run folder.
+      checkpoint: which of its checkpoints.
+      check: raises `UserError` if the shapes of the parameters, by path, are not those of the
+        model. Without it they may be any that files of such a size can have.
 
     Returns:
       The checkpoint's step, and its parameters as nested dicts of arrays.
@@ -301,14 +320,16 @@ def restore_params(
             if not is_there:
                 continue  # Training has removed it in the meantime.
             try:
-                return step, _restore_params(path, run_id)
+                return step, _restore_params(path, run_id, check)
             except Exception:
                 # So has it here, on a file system without locks.
                 if path.is_dir():
                     raise
 
 
-def _restore_params(path: Path, run_id: str | None) -> dict[str, Any]:
+def _restore_params(
+    path: Path, run_id: str | None, check: Callable[[Shapes], None] | None
+) -> dict[str, Any]:
     cause = damage(path)
     if cause:
         raise UserError(f"{path} is damaged: {cause}; {step_folders.advice(path)}")
@@ -316,14 +337,55 @@ def _restore_params(path: Path, run_id: str | None) -> dict[str, Any]:
     name = EMA if (path / EMA).is_dir() else PARAMS
     if not (path / name).is_dir():
         raise UserError(f"{path} has no parameters: its state has no member {PARAMS!r}")
-    with _own_checkpointer() as orbax:
+    with _reading(path), _own_checkpointer() as orbax:
+        stored = orbax.metadata(path).item_metadata[name].tree
+        with prefixed(f"{path}: "):
+            (check or functools.partial(_check_size, path / name))(_shapes(stored))
+        _check_chunks(path, stored)
         sharding = SingleDeviceSharding(jax.local_devices()[0])
         template = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-            orbax.metadata(path).item_metadata[name].tree,
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), stored
         )
         items = orbax.restore(path, args=Composite(**{name: StandardRestore(template)}))
     return items[name]
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Turns errors of Orbax into `UserError`: a manifest may fit files that are not its own."""
+    _complete_all_tasks()
+    token = _is_reading.set(True)
+    try:
+        yield
+    except (UserError, jax.errors.JaxRuntimeError):  # The latter: there is not enough memory.
+        raise
+    except Exception as error:
+        reason = _system_error(error)
+        if reason:
+            raise UserError(f"{path} cannot be read: {reason}") from error
+        raise UserError(
+            f"{path} is damaged, or not a checkpoint ({first_line(error)}); "
+            f"{step_folders.advice(path)}"
+        ) from error
+    finally:
+        _is_reading.reset(token)
+
+
+def _check_size(folder: Path, shapes: Shapes) -> None:
+    there = sum(file.stat().st_size for file in folder.rglob("*"))
+    if 4 * sum(map(math.prod, shapes.values())) > max_content(there):
+        raise UserError("damaged: its arrays are far larger than its files")
+
+
+def _check_chunks(path: Path, stored: Any) -> None:
+    """Checks that no array is read in chunks that are larger than itself."""
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(stored):
+        chunk = leaf.storage.chunk_shape if leaf.storage else leaf.shape
+        if any(ours > max(size, 1) for ours, size in zip(chunk, leaf.shape, strict=True)):
+            name = jax.tree_util.keystr(keys, simple=True, separator="/")
+            raise UserError(
+                f"{path}: damaged: {name} is an array {list(leaf.shape)} in chunks {list(chunk)}"
+            )
 
 
 def write_params(run_folder: str | Path, step: int, params: Mapping[str, Any]) -> None:
@@ -331,7 +393,7 @@ def write_params(run_folder: str | Path, step: int, params: Mapping[str, Any]) -
     folder = step_folders.folder_of(run_folder)
     _require_writable_name(folder)
     atomic.make_folder(folder)
-    _complete_all_writes()
+    _complete_all_tasks()
     with (
         _explained(f"{folder} cannot be written:"),
         atomic.workspace(folder) as workspace,
@@ -433,7 +495,7 @@ def _check_same_kind(path: Path, stored: Any, wanted: Mapping[str, Any]) -> None
             )
 
 
-def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+def _shapes(tree: Any) -> Shapes:
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -542,12 +604,12 @@ class _CompletingLoop(asyncio.SelectorEventLoop):
 
 
 @functools.cache
-def _complete_all_writes() -> None:
-    """Makes Orbax complete all writes of a checkpoint, also if one of them fails.
+def _complete_all_tasks() -> None:
+    """Makes Orbax complete all reads and writes of a checkpoint, also if one of them fails.
 
-    By default it closes the event loop of the writes, and TensorStore prints a traceback at the end
-    of each of the others, whose files appear after those of the checkpoint were removed. Orbax logs
-    the error, too, which is raised anyway.
+    By default it closes their event loop, and TensorStore prints a traceback at the end of each of
+    the others, whose files appear after those of the checkpoint were removed. Orbax logs the error,
+    too, which is raised anyway.
     """
     logging.getLogger("absl").addFilter(_is_not_raised)
     with warnings.catch_warnings():
@@ -556,7 +618,8 @@ def _complete_all_writes() -> None:
     make_loop = policy.new_event_loop
 
     def new_event_loop() -> asyncio.AbstractEventLoop:
-        return _CompletingLoop() if _writes(threading.current_thread()) else make_loop()
+        is_own = _is_reading.get() or _writes(threading.current_thread())
+        return _CompletingLoop() if is_own else make_loop()
 
     policy.new_event_loop = new_event_loop
 

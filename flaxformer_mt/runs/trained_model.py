@@ -4,6 +4,7 @@ Orbax is imported on use, so that importing this module is cheap.
 """
 
 import dataclasses
+import functools
 import hashlib
 import math
 from collections.abc import Callable, Mapping
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from flax.traverse_util import flatten_dict
 
 from flaxformer_mt import config as configuration
 from flaxformer_mt import distributed
@@ -18,6 +20,7 @@ from flaxformer_mt.config import ExperimentConfig, TransformerConfig, with_vocab
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.memory_limits import LESS_ON_DEVICE, explained_exhaustion
+from flaxformer_mt.model.functional import parameter_shapes
 from flaxformer_mt.runs import atomic, data_file
 from flaxformer_mt.runs.folder import (
     fingerprints,
@@ -56,11 +59,13 @@ def load_run(folder: str | Path, checkpoint: CheckpointSelector = "best") -> Tra
     tokenizers = read_tokenizers(folder)
     from flaxformer_mt.runs.checkpoint import restore_params
 
+    check = functools.partial(_check_shapes, Path(folder), config, tokenizers)
     with explained_exhaustion("loading the model", LESS_ON_DEVICE):
-        step, params = restore_params(folder, checkpoint)
-    run = TrainedModel(config, params, tokenizers, step, Path(folder))
-    _check_vocabularies(run)
-    return run
+        step, params = restore_params(folder, checkpoint, check)
+    for path, leaf in flatten_dict(params, sep="/").items():
+        if not np.issubdtype(leaf.dtype, np.floating) and leaf.dtype.name != "bfloat16":
+            raise UserError(f"{folder}: parameter {path} of step {step} is {leaf.dtype}")
+    return TrainedModel(config, params, tokenizers, step, Path(folder))
 
 
 def write_model(
@@ -80,7 +85,8 @@ def write_model(
     from flaxformer_mt.runs.checkpoint import on_this_host, write_params
 
     params = on_this_host(params)
-    _check_vocabularies(TrainedModel(config, params, tokenizers, step, Path(folder)))
+    shapes = {path: leaf.shape for path, leaf in flatten_dict(params, sep="/").items()}
+    _check_shapes(Path(folder), config, tokenizers, shapes)
     if distributed.is_main():
         with atomic.new_folder(Path(folder), parents=True) as partial:
             write_run(partial, config, {}, tokenizers, origin)
@@ -88,23 +94,33 @@ def write_model(
     distributed.barrier("the run folder is written")
 
 
-def _check_vocabularies(run: TrainedModel) -> None:
-    tokenizers, model = run.tokenizers, run.model
+def _check_shapes(
+    folder: Path, config: ExperimentConfig, tokenizers: Tokenizers, shapes: Mapping[str, Any]
+) -> None:
+    """Checks the shapes of parameters, by path, against the vocabularies and the configuration."""
+    model = with_vocabulary_sizes(
+        config.model, tokenizers.source.vocab_size, tokenizers.target.vocab_size
+    )
+    expected = parameter_shapes(model)
     for side, tokenizer, size in (
         ("source", tokenizers.source, model.source_vocab_size),
         ("target", tokenizers.target, model.target_vocab_size),
     ):
-        tables = [run.params.get(f"{name}_embedding", {}) for name in (side, "target")]
-        table = next((each["embedding"] for each in tables if "embedding" in each), None)
-        if table is None:
+        tables = [f"{name}_embedding/embedding" for name in (side, "target")]
+        rows, *_ = next((shapes[name] for name in tables if shapes.get(name)), (size,))
+        if not tokenizer.vocab_size <= size == rows:
             raise UserError(
-                f"{run.folder}: the parameters of step {run.step} are not those of the model in "
-                f"{CONFIG}: there is no target_embedding/embedding, but {', '.join(run.params)}"
+                f"{folder / TOKENIZER} has {tokenizer.vocab_size} {side} tokens, but the "
+                f"model was trained with {rows}: restore that tokenizer"
             )
-        if not tokenizer.vocab_size <= size == len(table):
+    for path in sorted(expected.keys() | shapes.keys()):
+        ours, theirs = (
+            f"{list(each[path])}" if path in each else "nothing" for each in (expected, shapes)
+        )
+        if ours != theirs:
             raise UserError(
-                f"{run.folder / TOKENIZER} has {tokenizer.vocab_size} {side} tokens, but the "
-                f"model was trained with {len(table)}: restore that tokenizer"
+                f"the parameters are not those of the model in {folder / CONFIG}: {path} is "
+                f"{theirs}, and should be {ours}"
             )
 
 
@@ -117,8 +133,6 @@ def describe_run(
 
     What it does not have is None, such as the metric of a checkpoint that was not validated.
     """
-    from flax.traverse_util import flatten_dict
-
     from flaxformer_mt.runs.checkpoint import whole_checkpoints
 
     run = load_run(folder, checkpoint)
@@ -152,8 +166,6 @@ def parameters_sha256(params: Any) -> str:
     Arrays are hashed in the order of their paths (`decoder/final_norm/scale`, ...), the elements of
     each in C order.
     """
-    from flax.traverse_util import flatten_dict
-
     digest = hashlib.sha256()
     for _, leaf in sorted(flatten_dict(params, sep="/").items()):
         digest.update(np.asarray(leaf).astype("<f4").tobytes())

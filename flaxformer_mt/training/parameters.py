@@ -36,7 +36,7 @@ def split(params: Params, freeze: Sequence[str]) -> tuple[Params, Params]:
     for expression in freeze:
         try:
             matching = {path for path in leaves if re.search(expression, path)}
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
             raise UserError(
                 f"train.freeze: {expression!r} is not a regular expression: {error}"
             ) from error

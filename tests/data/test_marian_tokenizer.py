@@ -217,6 +217,7 @@ DAMAGES = [
     ("vocab.json", b'["a"]', "vocab.json is damaged: not a JSON object"),
     ("vocab.json", b'{"<unk>": 0, "a": 100000000000}', "does not map every piece to an id from 0"),
     ("vocab.json", b'{"<unk>": 0, "a": -1}', "does not map every piece to an id"),
+    ("vocab.json", b'{"a": 0}', "vocab.json has no <unk>"),
     ("vocab.json", b'{"<unk>": 0, "a": 1.0}', "does not map every piece to an id"),
     ("vocab.json", b'{"<unk>": 0, "a": true}', "does not map every piece to an id"),
     ("vocab.json", b'{"<unk>": 0, "a": 1, "b": 1}', "'a' and 'b' have the same id, 1"),
@@ -247,11 +248,11 @@ REJECTED = {
     "'<mask>' is single_word": {
         "added_tokens_decoder": {"9": {"content": "<mask>", "single_word": True}}
     },
-    "is damaged: KeyError": {"mask_token": {"lstrip": True}},
+    "a special token is {'lstrip': True}, not a text": {"mask_token": {"lstrip": True}},
     "vocab.json has no <what>": {"unk_token": "<what>"},
     "a special token is empty": {"pad_token": ""},
     "it has no pad_token": {"pad_token": None},
-    "a special token is 3, not a text": {"eos_token": {"content": 3}},
+    "a special token is {'content': 3}, not a text": {"eos_token": {"content": 3}},
     "is damaged: ValueError": {"added_tokens_decoder": {"x": {"content": "<mask>"}}},
     "the id of an added token is -1": {"added_tokens_decoder": {"-1": {"content": "<mask>"}}},
     "the id of an added token is 99999999": {

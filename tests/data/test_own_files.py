@@ -256,6 +256,26 @@ def test_a_damaged_hugging_face_folder(tmp_path):
         read(tmp_path / "data")
 
 
+def test_damaged_arrow_files_are_named_or_hold_as_many_texts(tmp_path):
+    """Without a check, some of these would end the process, or read the memory of others."""
+    datasets = importlib.import_module("datasets")
+    datasets.disable_progress_bars()
+    texts = [f"text {number}" for number in range(50)]
+    datasets.Dataset.from_dict({"en": texts, "fr": texts}).save_to_disk(tmp_path / "data")
+    (file,) = (tmp_path / "data").glob("*.arrow")
+    content = file.read_bytes()
+    file.unlink()
+    messages = []
+    for place in range(0, len(content), 13):
+        file.write_bytes(content[:place] + b"\xff" + content[place + 1 :])
+        try:
+            assert len(read(tmp_path / "data")) == 50
+        except UserError as error:
+            messages.append(str(error))
+    assert len(messages) > 50
+    assert not [message for message in messages if "\n" in message]
+
+
 def test_what_a_hugging_face_folder_lacks_is_named(saved, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="has no split training, only train, dev"):
         open_corpora(DataConfig(path=str(saved / "splits"), train_split="training"), "train")

@@ -2,6 +2,7 @@ import contextlib
 import dataclasses
 import gzip
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -93,6 +94,54 @@ def test_the_order_of_the_languages_in_a_record_is_that_of_their_names(tmp_path)
     assert all(0 < record.find(b"\x02de") < record.find(b"\x02en") for record in records)
 
 
+def changed(name, change):
+    """A damage to the metadata of a data set."""
+
+    def damage(folder):
+        text = (folder / name).read_text()
+        assert change(text) != text
+        (folder / name).write_text(change(text))
+
+    return damage
+
+
+def translation_class(text):
+    return re.sub(r'"pythonClassName": "[^"]*"', '"pythonClassName": "antigravity.Popen"', text)
+
+
+DAMAGES = {
+    "fewer": (changed("dataset_info.json", lambda text: text.replace('"500"', '"3"')), "has 500"),
+    "more": (changed("dataset_info.json", lambda text: text.replace('"500"', '"900"')), "has 500"),
+    "no splits": (
+        changed("dataset_info.json", lambda text: text.replace('"splits"', '"x"')), "split train",
+    ),
+    "not JSON": (changed("dataset_info.json", lambda text: text[:50]), "split train"),
+    "null": (changed("features.json", lambda _: "null"), "data"),
+    "deep": (changed("features.json", lambda _: "[" * 100_000), "nested too deeply"),
+    "a class": (changed("features.json", translation_class), "names antigravity.Popen, not a feat"),
+    "another feature": (
+        changed("features.json", lambda text: text.replace('"translation"', '"text"')), "data",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_folder_is_refused_in_one_line(tmp_path, name):
+    build_dataset({"train": corpus_of(PAIRS)}, tmp_path / "data")
+    damage, message = DAMAGES[name]
+    damage(tmp_path / "data")
+    with pytest.raises(UserError, match=message) as caught:
+        read(tmp_path / "data", "train")
+    assert str(tmp_path / "data") in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert "antigravity" not in sys.modules
+
+
+def test_a_data_set_of_hugging_face_is_not_looked_for_in_the_network():
+    with pytest.raises(UserError, match="only builders of TensorFlow Datasets itself are read"):
+        open_corpora(DataConfig(path="tfds:huggingface:wmt14/de-en"), "train")
+
+
 def test_an_existing_folder_is_not_changed(tmp_path):
     with pytest.raises(UserError, match="exists already: name another folder, or remove it"):
         build_dataset({"train": corpus_of(PAIRS)}, tmp_path)
@@ -134,7 +183,7 @@ def test_an_incomplete_data_set_is_not_used_after_a_kill(tmp_path):
     assert killed.returncode == -signal.SIGKILL
     (leftover,) = tmp_path.iterdir()
     assert leftover != folder
-    with pytest.raises(UserError, match="Could not read dataset info"):
+    with pytest.raises(UserError, match=r"data/features\.json: there is no such file"):
         read(leftover / "data", "train")
     build_dataset({"train": corpus_of(PAIRS)}, folder)
     assert list(tmp_path.iterdir()) == [folder]

@@ -10,26 +10,44 @@ import random
 
 import pytest
 
-from fuzz import checkpoints, command_lines, configurations, corpora, damage, foreign_folders, kills
+from fuzz import (
+    checkpoints,
+    command_lines,
+    configurations,
+    containers,
+    corpora,
+    damage,
+    data_sets,
+    foreign_folders,
+    kills,
+)
 from fuzz.core import remove, run_command
 from fuzz.literal_cases import LITERAL_CASES
 from fuzz.world import CONFIG
 
 MAKERS = {
+    "arrays": containers.arrays,
     "checkpoints": checkpoints.make,
     "command_lines": command_lines.make,
     "configurations": configurations.make,
     "corpora": corpora.make,
     "damage": damage.make,
+    "data_sets": data_sets.make,
     "foreign_folders": foreign_folders.make,
+    "hostile_runs": containers.hostile_run,
+    "vocabularies": containers.vocabulary,
 }
 NUMBERS = {
+    "arrays": (30, 500),
     "checkpoints": (60, 1000),
     "command_lines": (12, 1200),
     "configurations": (8, 700),
     "corpora": (8, 700),
     "damage": (8, 700),
+    "data_sets": (8, 500),
     "foreign_folders": (30, 700),
+    "hostile_runs": (8, 500),
+    "vocabularies": (8, 500),
 }
 """Number of cases in every test run, and with `-m slow`."""
 BLOCK = 100
@@ -76,6 +94,13 @@ def test_cases(kind, seeds, world, tmp_path, record_counts):
         remove(folder)
     report = "\n\n".join(failures)
     assert not failures, f"{len(failures)} failures\n\n{report}"
+
+
+def test_intact_data_sets_are_read(world, tmp_path):
+    for kind, data in world.data_sets.items():
+        case = data_sets.case("intact", kind, data, world, tmp_path)
+        outcome = run_command(case.arguments, folder=tmp_path)
+        assert (outcome.code, case.problem(outcome)) == (0, ""), outcome
 
 
 @pytest.mark.slow  # Decided by the tests of kills in tests/system.

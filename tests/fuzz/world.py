@@ -6,14 +6,19 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import datasets
+import hub_models
 import numpy as np
 import opus_mt
 import sentencepiece
 import yaml
 
+from flaxformer_mt import interop
 from flaxformer_mt.config import DataConfig
 from flaxformer_mt.data.corpora.corpus import load_corpus
 from flaxformer_mt.interop.formats import marian_files
+from flaxformer_mt.interop.weight_maps.mapping import model_params
+from flaxformer_mt.model.transformer import Transformer
 from fuzz.core import run_command
 
 REPOSITORY = Path(__file__).parents[2]
@@ -172,6 +177,52 @@ class World:
                     self.convert(self.run, path, family)
                     files[f"{family} {suffix}"] = path
         return files
+
+    @functools.cached_property
+    def hub(self) -> Path:
+        """A toy T5 of the Hugging Face Hub, with `tokenizer.json`."""
+        texts = [
+            line
+            for each in ("en", "de")
+            for line in (self.text / f"train.{each}").read_text().splitlines()
+        ]
+        hub_models.save("t5", texts, self.folder / "hub")
+        return self.folder / "hub"
+
+    @functools.cached_property
+    def saved_values(self) -> Path:
+        """Tokens, and the logits that the checkpoint "marian pt" computes of them."""
+        folder = self.folder / "saved"
+        folder.mkdir()
+        config, params = interop.load("marian", self.checkpoints["marian pt"], num_heads=2)
+        tokens = {"source": np.full((2, 4), 5, np.int32), "target_input": np.ones((2, 3), np.int32)}
+        logits = Transformer(config).apply({"params": model_params(params)}, *tokens.values())
+        np.savez(folder / "batch.npz", **tokens)
+        np.savez(folder / "saved.npz", logits=np.asarray(logits))
+        return folder
+
+    @functools.cached_property
+    def data_sets(self) -> dict[str, Path]:
+        """The text as other libraries keep it, by the name of `data.corpus`."""
+        rows = {}
+        for split in SIZES:
+            lines = [
+                (self.text / f"{split}.{each}").read_text().splitlines() for each in ("en", "de")
+            ]
+            pairs = [{"en": en, "de": de} for en, de in zip(*lines, strict=True)]
+            rows[split] = datasets.Dataset.from_dict({"translation": pairs})
+        folders = {name: self.folder / name for name in ("datasets", "parquet", "tfds")}
+        datasets.disable_progress_bars()
+        datasets.DatasetDict(rows).save_to_disk(folders["datasets"])
+        folders["parquet"].mkdir()
+        for split, each in rows.items():
+            each.flatten().rename_columns(
+                {"translation.en": "en", "translation.de": "de"}
+            ).to_parquet(folders["parquet"] / f"{split}.parquet")
+        options = ("--source-language", "en", "--target-language", "de")
+        given = ("--path", str(self.text), "--output", str(folders["tfds"]), *options)
+        self.succeed("prepare", *given)
+        return folders
 
     def training(self, workdir: Path, text: Path | None = None) -> tuple[str, ...]:
         """Returns the options that train in a folder."""

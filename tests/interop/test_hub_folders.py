@@ -407,6 +407,33 @@ def test_a_damaged_vocabulary_is_refused_in_one_line(saved, tmp_path):
     assert "\n" not in str(caught.value)
 
 
+PANICS = {
+    "a character map of noise": {
+        "normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA/w=="}
+    },
+    "an empty regular expression": {
+        "normalizer": {"type": "Replace", "pattern": {"Regex": "(" * 5000}, "content": ""}
+    },
+    "no model": {"model": {"type": "Unigram", "unk_id": 7, "vocab": [], "byte_fallback": False}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PANICS)
+def test_a_vocabulary_at_which_the_library_panics_is_refused_in_one_line(
+    name, saved, tmp_path, capfd
+):
+    folder, *_ = saved("t5")
+    values = json.loads((folder / "tokenizer.json").read_text()) | PANICS[name]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(values))
+    (tmp_path / "tokenizer_config.json").write_bytes(
+        (folder / "tokenizer_config.json").read_bytes()
+    )
+    with pytest.raises(UserError, match=r"tokenizer.json (is damaged|has no)") as caught:
+        Tokenizers.load(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert capfd.readouterr().err == ""
+
+
 @pytest.mark.parametrize(("kind", "target"), [("nllb", "jax_export"), ("m2m100", "huggingface")])
 def test_formats_that_cannot_have_the_vocabulary_refuse_it(kind, target, saved, tmp_path):
     module = importlib.import_module(f"flaxformer_mt.interop.formats.{target}")

@@ -516,7 +516,7 @@ def test_shards_outside_of_the_folder_are_not_read(refused):
         index = {"weight_map": {"lm_head.weight": "../secret.safetensors"}}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
-    assert "../secret.safetensors is not a file in its folder" in refused(damage)
+    assert "'../secret.safetensors' is not a file in its folder" in refused(damage)
 
 
 def test_an_existing_folder_is_not_overwritten(published, tmp_path, capsys):

@@ -385,7 +385,8 @@ def test_an_array_is_no_larger_than_its_file(name, tmp_path):
     path = tmp_path / "model.npz"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("Wemb.npy", CLAIMS[name])
-    assert "damaged, or not a Marian model" in complaint(path)
+    expected = "Python objects" if name == "an object" else "damaged, or not a Marian model"
+    assert expected in complaint(path)
 
 
 def test_a_flipped_bit_of_an_npz_is_named_or_without_effect(tmp_path):

@@ -186,6 +186,12 @@ def test_a_tensor_lies_in_its_storage(tmp_path, name):
     assert "damaged" in refusal(path)
 
 
+def calls(function, argument, arguments):
+    """A function that is called 10,000 times with the same argument."""
+    name = b"c" + function.replace(" ", "\n").encode() + b"\nq\1"
+    return b"](" + argument + name + (b"h\1" + arguments + b"R") * 10_000 + b"e", "too many items"
+
+
 BOMBS = {
     "bytearray": (
         b"c__builtin__\nbytearray\nJ\x00\xe4\x0b\x54\x85R",
@@ -194,12 +200,23 @@ BOMBS = {
     "storage": (b"ctorch\nFloatTensor\nJ\xff\xff\xff\x7f\x85R", "a torch.FloatTensor"),
     "repetition": (b"c_operator\nmul\n(X\1\0\0\0aJ\xff\xff\xff\x7ftR", "would run _operator.mul"),
     "memo": (b"Nr\xff\xff\xff\xff", "no error"),
-    "depth": (b"]" * 100_000 + b"a" * 99_999, "nested too deeply"),
+    "depth": (b"]" * 1000 + b"a" * 999, "nested too deeply"),
+    "great depth": (b"]" * 100_000 + b"a" * 99_999, "too many items"),
     "itself": (b"]q\0h\0a", "nested too deeply"),
     "text": (b"X\xff\xff\xff\xffabc", "damaged"),
     "integer": (b"\x8a\xff" + b"\x7f" * 255, "too many digits"),
     "many": (b"](" + b"N" * 1_500_000 + b"e", "too many values"),
-    "sharing": (b"]q\0(" + b"N" * 1000 + b"e](" + b"h\0" * 100_000 + b"e", "too many values"),
+    "sharing": (b"]q\0(" + b"N" * 1000 + b"e](" + b"h\0" * 100_000 + b"e", "too many items"),
+    "sizes": calls("torch Size", b"]q\0(" + b"K\1" * 100_000 + b"e", b"h\0\x85"),
+    "sets": calls("__builtin__ set", b"]q\0(" + b"M\1\2" * 100_000 + b"e", b"h\0\x85"),
+    "counters": calls("collections Counter", b"]q\0(" + b"N" * 100_000 + b"e", b"h\0\x85"),
+    "dicts": calls("collections OrderedDict", b"]q\0(" + b"NN\x86" * 50_000 + b"e", b"h\0\x85"),
+    "encoded": calls(
+        "_codecs encode",
+        b"X\x20\xa1\7\0" + b"a" * 500_000 + b"q\0X\6\0\0\0latin1q\2",
+        b"h\0h\2\x86",
+    ),
+    "keys": (b"](N(" + b"N" * 100_000 + b"tq\0e}(" + b"h\0N" * 10_000 + b"u", "too many items"),
     "key": (b"}" + b")" + b"".join(b"q\0h\0\x86" for _ in range(60)) + b"Ns", "damaged"),
     "set": (b"c__builtin__\nset\n]]a\x85R", "damaged"),
     "stack": (b"\x86", "damaged"),

@@ -1,6 +1,9 @@
 """Comparison with values that another program saved: wrong settings are found and named."""
 
 import functools
+import io
+import resource
+import zipfile
 
 import numpy as np
 import pytest
@@ -231,12 +234,53 @@ def test_the_script_calls_models_of_transformers_by_keywords(tmp_path, monkeypat
     assert found["logits"].shape == (*batch["target_input"].shape, 20)
 
 
+def claiming(shape, dtype="<f8"):
+    """An .npy file without values."""
+    header = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape}}}".encode()
+    return b"\x93NUMPY\1\0" + len(header).to_bytes(2, "little") + header
+
+
+def archived(content, compression=zipfile.ZIP_DEFLATED, flags=0):
+    """An .npz file of one member; `flags` are those of its entry."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", compression) as archive:
+        archive.writestr("logits.npy", content)
+    packed = bytearray(file.getvalue())
+    packed[packed.index(b"PK\1\2") + 8] |= flags
+    return bytes(packed)
+
+
+BOMBS = {
+    "a shape": claiming((10**6, 10**6)),
+    "a negative shape": claiming((-1, -1)),
+    "no values": claiming((10**30, 0)),
+    "a wide value": claiming((1,), "V2000000000"),
+    "a deep header": b"\x93NUMPY\1\0\x10\x27" + b"(" * 10_000,
+    "a header of signs": b"\x93NUMPY\1\0\x10\x27" + b"-" * 9_999 + b"1",
+    "zeros": archived(bytes(30_000_000)),
+    "zeros in bzip2": archived(bytes(30_000_000), zipfile.ZIP_BZIP2),
+    "encrypted": archived(claiming((0,)), flags=1),
+    "patched": archived(claiming((0,)), flags=0x20),
+    "a claim in an archive": archived(claiming((10**6, 10**6))),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_an_array_that_asks_for_more_than_its_file_has_is_refused(tmp_path, name):
+    (tmp_path / "values").write_bytes(BOMBS[name])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(UserError, match="damaged") as error:
+        files.read(tmp_path / "values", tmp_path / "values")
+    assert "\n" not in str(error.value)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + 100_000
+
+
 def test_damaged_files_and_other_models_are_refused(saved, tmp_path):
     path, inputs, outputs, hints = saved("jadore801120")
     config = published.read("jadore801120", path).configure(hints)
     for name, content in {"empty.npz": b"", "text.npz": b"no zip", "zip.npz": b"PK\3\4..."}.items():
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(UserError, match=f"{name} is not an .npz file"):
+        with pytest.raises(UserError, match=f"{name}: damaged, or not an .npz file"):
             files.read(tmp_path / name, outputs)
     with pytest.raises(UserError, match=r"batch\.npz: there is no such file"):
         files.read(tmp_path / "batch.npz", outputs)
@@ -245,7 +289,7 @@ def test_damaged_files_and_other_models_are_refused(saved, tmp_path):
     with pytest.raises(UserError, match="source is int32, but must be float32 or float64"):
         files.read(inputs, inputs)
     np.savez(tmp_path / "objects.npz", source=np.array([None]))
-    with pytest.raises(UserError, match="Object arrays cannot be loaded"):
+    with pytest.raises(UserError, match="an array of Python objects"):
         files.read(tmp_path / "objects.npz", outputs)
     values = files.read(inputs, outputs)
     with pytest.raises(UserError, match="there is no site enc: name saved values logits, or sourc"):

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import re
+import resource
 import shutil
 import sys
 import textwrap
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tensorstore
 from full_disks import files_no_longer_than, in_private_mounts
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -28,6 +30,7 @@ from flaxformer_mt.runs.checkpoint import (
     whole_checkpoints,
     write_params,
 )
+from flaxformer_mt.runs.manifest import write_manifest
 from flaxformer_mt.training.optimizer import make_optimizer
 from flaxformer_mt.training.state import TrainState
 
@@ -321,6 +324,57 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(copy, damage, c
     assert re.search(rf"checkpoints/3 is damaged: {cause}.*; moved to .*3\.damaged$", line)
     assert entries(copy) == ["2", "3", "3.damaged"]
     chex.assert_trees_all_equal(restore_params(copy, "last")[1], make_state(3).params)
+
+
+def rewritten(path, changes):
+    """Changes entries of the key-value store of a checkpoint, and lets its manifest fit."""
+    store = tensorstore.KvStore.open(
+        {"driver": "ocdbt", "base": f"file://{path / 'params'}/"}
+    ).result()
+    for key, change in changes.items():
+        value = change(store.read(key).result().value)
+        if value is None:
+            store.delete_range(tensorstore.KvStore.KeyRange(key, key + "0")).result()
+        else:
+            store.write(key, value).result()
+    write_manifest(path)
+
+
+def large_chunk(rows):
+    """Metadata of an array that is stored in one chunk of `rows` x `rows`."""
+    return lambda text: json.dumps(json.loads(text) | {"chunks": [rows, rows]})
+
+
+HOSTILE = {
+    "a chunk that is missing": {"layers.kernel/0.0": lambda _: None},
+    "a chunk that is too short": {"layers.kernel/0.0": lambda content: content[:20]},
+    "a large chunk": {"layers.kernel/.zarray": large_chunk(30_000)},
+    "metadata that are missing": {"layers.kernel/.zarray": lambda _: None},
+    "metadata that are no JSON": {"layers.kernel/.zarray": lambda _: b"{"},
+    "an unknown dtype": {"layers.kernel/.zarray": lambda text: text.replace(b"<f4", b"<f3")},
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_checkpoint_whose_manifest_fits_is_one_line(copy, name):
+    path = copy / "checkpoints" / "3"
+    rewritten(path, HOSTILE[name])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(UserError, match=r"checkpoints/3(:| is) damaged"):
+        restore_params(copy, "last")
+    with (
+        Checkpoints(copy) as checkpoints,
+        pytest.raises(UserError, match=r"checkpoints/3(:| is) damaged"),
+    ):
+        checkpoints.restore(make_state(0))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + 500_000
+
+
+def test_a_small_checkpoint_of_large_arrays_needs_a_model(tmp_path):
+    write_params(tmp_path, 1, {"x": np.zeros((3000, 3000), np.float32)})
+    with pytest.raises(UserError, match="its arrays are far larger than its files"):
+        restore_params(tmp_path)
+    assert restore_params(tmp_path, check=lambda shapes: None)[1]["x"].shape == (3000, 3000)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "progress.json"])

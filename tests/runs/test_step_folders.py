@@ -152,11 +152,11 @@ def test_a_checkpoint_that_is_removed_after_it_was_chosen(run, monkeypatch, whic
 def test_a_checkpoint_that_is_removed_while_it_is_read(run, monkeypatch, without_locks):
     restore, steps = checkpoint._restore_params, []
 
-    def interrupted(path, run_id):
+    def interrupted(path, *arguments):
         steps.append(int(path.name))
         if len(steps) == 1:
             shutil.rmtree(path)
-        return restore(path, run_id)
+        return restore(path, *arguments)
 
     monkeypatch.setattr(checkpoint, "_restore_params", interrupted)
     assert restore_params(run, "last")[0] == 2

@@ -248,6 +248,7 @@ def test_split_parts_a_tree_and_merge_joins_it():
         (("decoder/", "encodr/"), r"'encodr/' matches no parameter; .* begin with decoder/, enc"),
         (("encoder/", ""), "freezes all parameters"),
         (("encoder(",), r"'encoder\(' is not a regular expression"),
+        (("(" * 5000,), "is not a regular expression"),
     ],
 )
 def test_rules_that_cannot_be_meant_are_refused(freeze, message):

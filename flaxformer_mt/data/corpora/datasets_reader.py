@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flaxformer_mt.config.fields import suggestion
-from flaxformer_mt.data.corpora.parquet_reader import rows_of
+from flaxformer_mt.data.corpora.parquet_reader import rows_of, validate
 from flaxformer_mt.data.corpora.rows import BadRows, Fault, placed
 from flaxformer_mt.data.corpora.text_files import Source, digest_files, source_of
 from flaxformer_mt.errors import UserError
@@ -54,10 +54,14 @@ def open_saved(
             if split not in rows:
                 raise UserError(f"{option}={folder} has no split {split}, only {', '.join(rows)}")
             rows = rows[split]
+        for table in filter(None, (rows.data, rows._indices)):
+            validate(table.table)
         flat = rows.flatten()  # The columns of `translation` become "translation.en", ...
-    # IndexError: it has no rows.
-    except (OSError, ValueError, LookupError, TypeError, pyarrow.ArrowException) as error:
-        raise UserError(f"{option}={folder} cannot be read: {error}") from error
+    except UserError:
+        raise
+    except Exception as error:  # Damaged metadata can raise anything.
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise UserError(f"{option}={folder} cannot be read: {reason}") from error
     name = f"{folder}/{split}"
     if not columns:
         prefix = "translation." if "translation" in rows.features else ""
@@ -71,7 +75,7 @@ def open_saved(
         for first in range(0, len(flat), _READ_AT_ONCE):
             try:
                 part = flat[first : first + _READ_AT_ONCE]
-            except (ValueError, SystemError, OSError, pyarrow.ArrowException) as error:
+            except (ValueError, LookupError, SystemError, OSError, pyarrow.ArrowException) as error:
                 raise UserError(f"{name} cannot be read: {error}") from error
             for number, pair in enumerate(rows_of(part, columns), start=first + 1):
                 if isinstance(pair, Fault):

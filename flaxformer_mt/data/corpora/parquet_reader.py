@@ -9,6 +9,9 @@ from flaxformer_mt.data.corpora import headers
 from flaxformer_mt.data.corpora.rows import LINE_BREAKS, Fault, decoded
 from flaxformer_mt.data.corpora.text_files import opened
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.input_files import max_content
+
+_READ_AT_ONCE = 1000  # Rows; texts that the file has once are repeated in memory.
 
 
 def stream_rows(
@@ -37,13 +40,34 @@ def stream_rows(
                 if kind not in ("string", "large_string"):
                     raise UserError(f"{path}: column {name!r} (data.columns) has no text: {kind}")
             number = 0
-            for batch in file.iter_batches(columns=names):
-                table = pyarrow.Table.from_batches([batch]).flatten()
-                for pair in rows_of(table, names):
+            claimed = sum(
+                file.metadata.row_group(group).total_byte_size
+                for group in range(file.num_row_groups)
+            )
+            if claimed > max_content(path.stat().st_size):
+                raise ValueError("its columns are far larger than the file")
+            for batch in file.iter_batches(_READ_AT_ONCE, columns=names):
+                table = pyarrow.Table.from_batches([batch])
+                validate(table)
+                for pair in rows_of(table.flatten(), names):
                     number += 1
                     yield number, pair
         except (pyarrow.ArrowException, OSError, ValueError) as error:
             raise UserError(f"{path} cannot be read as Parquet: {error}") from error
+
+
+def validate(table: Any) -> None:
+    """Checks that an Arrow table is whole, but not that its text is UTF-8, as `rows_of` does.
+
+    Arrow itself checks nothing: damage could end the process, or give other memory.
+
+    Raises:
+      pyarrow.ArrowInvalid: it is damaged.
+    """
+    table.validate()
+    for column in table.flatten().itercolumns():
+        kind = {"string": "binary", "large_string": "large_binary"}.get(str(column.type))
+        (column.cast(kind) if kind else column).validate(full=True)
 
 
 def rows_of(table: Any, names: Sequence[str]) -> Iterator[Sequence[str] | Fault]:

@@ -5,15 +5,17 @@ built by `flaxformer-mt prepare`) or `TranslationVariableLanguages` (multilingua
 their only feature or as one of several.
 """
 
+import contextlib
 import hashlib
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from flaxformer_mt.data.corpora.rows import LINE_BREAKS, BadRows, Fault, decoded, placed
 from flaxformer_mt.data.corpora.text_files import Source, digest_file, source_of
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.input_files import read_json
 
 _READ_AT_ONCE = 10_000  # Records; three times as fast as reading them one by one.
 
@@ -45,11 +47,16 @@ def require_tfds() -> Any:
 
 def _pairs(records: Any, take: _Take, name: str, bad_rows: BadRows) -> Iterator[tuple[str, str]]:
     """Yields the pairs of a sequence of serialized examples; line breaks become spaces."""
+    deserialize = records.dataset_info.features.deserialize_example_np
     for first in range(0, len(records), _READ_AT_ONCE):
         numbers = range(first, min(first + _READ_AT_ONCE, len(records)))
-        examples = _read(records, numbers, name)
-        for number, example in zip(numbers, map(take, examples), strict=True):
-            texts = [decoded(text) for text in example or ()]
+        for number, example in zip(numbers, _read(records, numbers, name), strict=True):
+            try:
+                texts = [decoded(text) for text in take(deserialize(example)) or ()]
+            except Exception as error:  # Another example than the features describe.
+                raise UserError(
+                    f"{name}, example {number + 1:,}: not as in features.json ({error!r})"
+                ) from error
             fault = next((text for text in texts if isinstance(text, Fault)), None)
             if fault:
                 bad_rows.add(None, number + 1, fault)
@@ -57,15 +64,15 @@ def _pairs(records: Any, take: _Take, name: str, bad_rows: BadRows) -> Iterator[
                 yield placed((LINE_BREAKS.sub(" ", str(text)) for text in texts), None, number + 1)
 
 
-def _read(records: Any, numbers: range, name: str) -> Iterator[Any]:
+def _read(records: Any, numbers: range, name: str) -> Sequence[bytes]:
     try:
-        read = records.__getitems__(numbers)
+        read: Sequence[bytes] = records.__getitems__(numbers)
     except RuntimeError as error:
         raise UserError(f"{name} cannot be read ({error}): prepare or copy it again") from error
     # A truncated file may return empty records instead of raising an error.
     if not all(read):
         raise UserError(f"{name} has a truncated file: prepare or copy it again")
-    return map(records.dataset_info.features.deserialize_example_np, read)
+    return read
 
 
 def _digest(records: Any, languages: LanguagePair) -> bytes:
@@ -86,23 +93,28 @@ def open_split(
     """
     if not path:
         raise UserError(f"{prefix}path is empty: name a builder, such as wmt14_translate/de-en")
+    is_folder = Path(path).is_dir()
+    if not is_folder and ":" in path.partition("/")[0]:
+        raise UserError(
+            f"{prefix}path={path}: only builders of TensorFlow Datasets itself are read; save "
+            "one of Hugging Face by save_to_disk, and name its folder with data.corpus=datasets"
+        )
     tfds = require_tfds()
-    from google.protobuf.json_format import ParseError
-
     # The builders of WMT and Flores are registered when their class is first accessed.
     getattr(tfds.translate, path.partition("/")[0].title().replace("_", ""), None)
-    is_folder = Path(path).is_dir()
+    if is_folder:
+        _check_classes(tfds, Path(path, "features.json"))
     try:
         builder = tfds.builder_from_directory(path) if is_folder else tfds.builder(path)
         records = builder.as_data_source(
             split, deserialize_method=tfds.decode.DeserializeMethod.RAW_BYTES
         )
         len(records)  # Raises ValueError for "train[9:3]".
+        _check_lengths(builder.info.splits[split].file_instructions)
     except (ImportError, NotImplementedError) as error:
         raise UserError(_how_to_prepare(path, is_folder, prefix)) from error
-    # AssertionError: there is no such version.
-    except (AssertionError, OSError, ValueError, ParseError) as error:
-        reason = str(error).partition("\n")[0]
+    except Exception as error:  # Damaged metadata can raise anything.
+        reason = str(error).partition("\n")[0] or type(error).__name__
         raise UserError(f"{prefix}path={path}, split {split}: {reason}") from error
     take = _find_languages(tfds, builder.info.features, languages, f"{prefix}path={path}", prefix)
     name = f"{path}/{split}"
@@ -119,6 +131,40 @@ def open_split(
             raise UserError(f"{name} has no example in {' and '.join(filter(None, languages))}")
 
     return source_of(name, pairs, lambda: _digest(records, languages), drops_bad_rows)
+
+
+def _check_classes(tfds: Any, path: Path) -> None:
+    """Checks that a description of features names none but those of TensorFlow Datasets.
+
+    Any other module that it names would be imported.
+    """
+    kinds = (getattr(tfds.features, name) for name in dir(tfds.features))
+    known = {f"{kind.__module__}.{kind.__name__}" for kind in kinds if isinstance(kind, type)}
+    remaining = [read_json(path)]
+    while remaining:
+        value = remaining.pop()
+        if isinstance(value, dict):
+            for key, name in value.items():
+                # In the JSON of Protocol Buffers, or of earlier versions.
+                is_name = key in ("pythonClassName", "python_class_name", "type")
+                if is_name and isinstance(name, str) and name not in known:
+                    raise UserError(f"{path} names {name}, not a feature of TensorFlow Datasets")
+            remaining += value.values()
+        elif isinstance(value, list):
+            remaining += value
+
+
+def _check_lengths(files: Any) -> None:
+    from array_record.python.array_record_module import ArrayRecordReader
+
+    for file in files:
+        with contextlib.closing(ArrayRecordReader(file.filename)) as reader:
+            found = reader.num_records()
+        if found != file.examples_in_shard:
+            raise ValueError(
+                f"{file.filename} has {found} examples, not {file.examples_in_shard} as in "
+                "dataset_info.json"
+            )
 
 
 def _how_to_prepare(path: str, is_folder: bool, prefix: str) -> str:

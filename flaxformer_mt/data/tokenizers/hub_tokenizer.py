@@ -5,9 +5,12 @@ tokens. Sentences of multilingual vocabularies begin with the token of their lan
 that of the settings: "fra_Latn Bonjour".
 """
 
+import contextlib
+import functools
 import hashlib
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -20,7 +23,7 @@ from flaxformer_mt.data.tokenizers.marian_tokenizer import (
     read_object,
 )
 from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE
-from flaxformer_mt.errors import UserError
+from flaxformer_mt.errors import UserError, prefixed
 
 if TYPE_CHECKING:
     import tokenizers
@@ -62,13 +65,14 @@ class HubTokenizer(Tokenizer):
             ) from error
         self.files = files
         label, settings_label = Path(folder, VOCABULARY_FILE), Path(folder, TOKENIZER_CONFIG)
-        try:
+        self._usable = functools.partial(_usable, label)
+        with self._usable(), _without_panic_messages():
             self._tokenizer = tokenizers.Tokenizer.from_buffer(files[VOCABULARY_FILE])
-        except Exception as error:  # The library raises no narrower class.
-            reason = next(iter(str(error).splitlines()), "")
-            raise UserError(f"{label} is damaged: {reason}") from error
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
+            self._tokenizer.no_truncation()
+            tried = self._tokenizer.encode("a", add_special_tokens=False)
+            self._tokenizer.decode(tried.ids)
+            ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
         settings = read_object(files, TOKENIZER_CONFIG, folder)
         kind = str(settings.get("tokenizer_class")).removesuffix("Fast")
         if kind in _LANGUAGE_LAST or settings.get("legacy_behaviour"):
@@ -79,8 +83,11 @@ class HubTokenizer(Tokenizer):
         is_bytes = isinstance(self._tokenizer.decoder, tokenizers.decoders.ByteLevel)
         self._own_space = _BYTE_LEVEL_SPACE if is_bytes else SPACE
         self._cleans_up = bool(settings.get("clean_up_tokenization_spaces"))
-        self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        named = {name: content(settings.get(name) or default) for name, default in _SPECIAL.items()}
+        self.vocab_size = max(ids, default=-1) + 1
+        with prefixed(f"{settings_label}: "):
+            named = {
+                name: content(settings.get(name) or default) for name, default in _SPECIAL.items()
+            }
         self.pad_id, self.eos_id, self.unk_id = (self._id(name, label) for name in named.values())
         self.bos_id = self.eos_id if kind in (*_SOURCE_LANGUAGES, *_STARTED) else self.pad_id
         if kind in _SOURCE_LANGUAGES:
@@ -118,7 +125,8 @@ class HubTokenizer(Tokenizer):
         raise UserError(f"data.subword_sampling={amount} needs another vocabulary: set it to 0")
 
     def decode(self, sentences: Sequence[Sequence[int]]) -> list[str]:
-        texts = self._tokenizer.decode_batch([self.until_end(tokens) for tokens in sentences])
+        with self._usable():
+            texts = self._tokenizer.decode_batch([self.until_end(tokens) for tokens in sentences])
         return [clean_up(text) for text in texts] if self._cleans_up else texts
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
@@ -126,7 +134,8 @@ class HubTokenizer(Tokenizer):
         return [self._with_space(name) for name in names]
 
     def _encodings(self, texts: Sequence[str]) -> "list[tokenizers.Encoding]":
-        return self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        with self._usable():
+            return self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
 
     def _split(self, text: str, encoding: "tokenizers.Encoding") -> list[str]:
         pieces = [
@@ -143,3 +152,28 @@ class HubTokenizer(Tokenizer):
         if piece.startswith(self._own_space):
             return SPACE + piece.removeprefix(self._own_space)
         return piece
+
+
+@contextlib.contextmanager
+def _usable(label: Path) -> Iterator[None]:
+    """Turns an error of the library into `UserError`; it also raises a `BaseException`, a panic."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
+            raise
+        reason = next(iter(str(error).splitlines()), "")
+        raise UserError(f"{label} is damaged: {reason}") from error
+
+
+@contextlib.contextmanager
+def _without_panic_messages() -> Iterator[None]:
+    """Discards what Rust writes to standard error, whatever Python has there."""
+    own = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(own, 2)
+        os.close(own)

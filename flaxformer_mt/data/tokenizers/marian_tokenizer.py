@@ -92,6 +92,9 @@ class MarianTokenizer(Tokenizer):
         self._split_at_tokens = settings.splitter(self._added)
 
         added_ids = {token.content: id for id, token in added.items()}
+        for token in settings.special:
+            if token not in added_ids:  # Its id, that after all others, is that of another token.
+                raise UserError(f"{Path(folder, VOCABULARY_FILE)} has no {token}")
         self._ids = vocabulary | added_ids
         self._names = {id: piece for piece, id in vocabulary.items()}
         self.hidden = {
@@ -220,7 +223,7 @@ class _AddedToken:
             raise UserError(
                 f"the token {value['content']!r} is single_word, which is not supported"
             )
-        return cls(value["content"], value.get("lstrip", False), value.get("rstrip", False))
+        return cls(content(value), value.get("lstrip", False), value.get("rstrip", False))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,8 +276,6 @@ class _Settings:
         for token in (*self.special, *(token.content for token in self.own_ids.values())):
             if not token:
                 raise UserError("a special token is empty")
-            if not isinstance(token, str):
-                raise UserError(f"a special token is {token!r}, not a text")
         for id in self.own_ids:
             if not _is_id(id):
                 raise UserError(f"the id of an added token is {id!r}")
@@ -315,7 +316,10 @@ def clean_up(text: str) -> str:
 
 def content(token: str | Mapping[str, Any]) -> str:
     """Returns the text of a special token in the settings."""
-    return token if isinstance(token, str) else token["content"]
+    text = token.get("content") if isinstance(token, Mapping) else token
+    if not isinstance(text, str):
+        raise UserError(f"a special token is {token!r}, not a text")
+    return text
 
 
 def require(files: TokenizerFiles, names: Sequence[str], folder: str) -> None:

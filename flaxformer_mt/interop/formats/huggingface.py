@@ -201,8 +201,8 @@ def _shards(index: Path) -> list[Path]:
         raise UserError(f"{index} is damaged: it has no weight_map")
     names = sorted({str(name) for name in files.values()})
     for name in names:
-        if Path(name).name != name:
-            raise UserError(f"{index} is damaged: {name} is not a file in its folder")
+        if not name or Path(name).name != name:
+            raise UserError(f"{index} is damaged: {name!r} is not a file in its folder")
     return [index.with_name(name) for name in names]
 
 

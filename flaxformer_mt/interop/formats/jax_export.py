@@ -28,7 +28,7 @@ from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer
 from flaxformer_mt.decoding.search.options import forbidden_token_ids
 from flaxformer_mt.errors import UserError, prefixed
-from flaxformer_mt.interop.formats import marian_files
+from flaxformer_mt.interop import array_files
 from flaxformer_mt.interop.formats.bundle import ModelBundle
 from flaxformer_mt.interop.weight_maps.mapping import by_path, model_params
 from flaxformer_mt.interop.weight_maps.validation import check_params
@@ -102,7 +102,7 @@ def read(
         raise UserError(f"{folder} contains {next(iter(overrides))}: fields cannot be overridden")
     config, tokenizers = read_config(folder / RECIPE), read_tokenizers(folder / RECIPE)
     with prefixed(f"{folder / PARAMETERS}: "):
-        arrays = marian_files.read_npz(folder / PARAMETERS)
+        arrays = array_files.read(folder / PARAMETERS)
         check_params(config.model, arrays)
     params = unflatten_dict(arrays, sep="/")
     return ModelBundle(config, params, tokenizers, read_origin(folder / RECIPE)), ()

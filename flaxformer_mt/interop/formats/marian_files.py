@@ -9,23 +9,19 @@ src/common/types.h.
 The model's options are stored as a tensor of bytes that contain YAML.
 """
 
-import io
 import math
 import mmap
-import os
 import struct
-import zipfile
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
-from numpy.lib import format as npy
 
 from flaxformer_mt.errors import UserError, prefixed
 from flaxformer_mt.input_files import open_regular
+from flaxformer_mt.interop import array_files
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
 from flaxformer_mt.runs import atomic
 from flaxformer_mt.runs.parameter_file import first_bytes
@@ -37,14 +33,7 @@ MAX_YAML_BYTES = 2**15
 
 _MAX_YAML_DEPTH = 32
 _MAX_TENSORS = 100_000
-_MAX_COMPRESSION = 100
-"""Limit of the size of all arrays of an .npz, relative to that of the file."""
-_HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
-# What damage can raise. PyYAML has no error of its own for some malformed numbers and dates.
-_ARCHIVE_ERRORS = (
-    ArithmeticError, EOFError, LookupError, NotImplementedError, OSError, RuntimeError, SyntaxError,
-    TypeError, ValueError, struct.error, zlib.error,
-)  # fmt: skip
+# PyYAML has no error of its own for some malformed numbers and dates.
 _YAML_ERRORS = (
     yaml.YAMLError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError,
     ValueError,
@@ -124,42 +113,14 @@ def _parse(options: bytes) -> dict[str, Any]:
     return parsed
 
 
-def read_npz(path: Path, kind: str = "an .npz file") -> dict[str, np.ndarray]:
-    """Reads the arrays of an .npz file; `UserError`, without its name, if it is damaged."""
-    try:
-        with open_regular(path) as file, zipfile.ZipFile(file) as archive:
-            size = os.fstat(file.fileno()).st_size
-            members = archive.infolist()
-            if sum(member.file_size for member in members) > size * _MAX_COMPRESSION:
-                raise UserError("damaged: its arrays are far larger than the file")
-            return {
-                member.filename.removesuffix(".npy"): _array(archive.read(member))
-                for member in members
-            }
-    except zipfile.BadZipFile as error:
-        raise UserError(f"damaged, or not {kind}: {error}") from error
-    except _ARCHIVE_ERRORS as error:
-        raise UserError(f"damaged, or not {kind}") from error
-
-
 def _read_tensors(path: Path) -> tuple[dict[str, np.ndarray], bytes | None]:
-    arrays = read_npz(path, "a Marian model")
+    arrays = array_files.read(path, "a Marian model")
     options = arrays.pop(OPTIONS, None)
     for name, array in arrays.items():
         if not np.issubdtype(array.dtype, np.floating):
             raise UserError(f"tensor {name} is {array.dtype}, but should be a float")
     tensors = {name: array.astype(np.float32) for name, array in arrays.items()}
     return tensors, None if options is None else options.tobytes()
-
-
-def _array(content: bytes) -> np.ndarray:
-    stream = io.BytesIO(content)
-    read_header = _HEADERS[npy.read_magic(stream)]
-    shape, is_fortran, dtype = read_header(stream)
-    data = content[stream.tell() :]
-    if dtype.hasobject or math.prod(shape) * dtype.itemsize != len(data):
-        raise ValueError
-    return np.frombuffer(data, dtype).reshape(shape, order="F" if is_fortran else "C")
 
 
 def _read_binary(path: Path) -> tuple[dict[str, np.ndarray], bytes | None]:

@@ -1,7 +1,5 @@
 """The files of saved values, and the script with which another program writes them."""
 
-import zipfile
-import zlib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,7 +7,7 @@ import numpy as np
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError, prefixed
-from flaxformer_mt.input_files import open_regular
+from flaxformer_mt.interop import array_files
 from flaxformer_mt.interop.formats.hub_families import HUB_FAMILIES
 from flaxformer_mt.parity.recipes import recipe
 from flaxformer_mt.parity.tokens import Tokens, as_tokens, example
@@ -67,14 +65,9 @@ def check_sites(values: Values, config: TransformerConfig) -> None:
 
 
 def _arrays(path: Path) -> dict[str, np.ndarray]:
-    try:
-        with prefixed(f"{path}: "), open_regular(path) as file:
-            content = np.load(file, allow_pickle=False)
-            if isinstance(content, np.ndarray):
-                return {"logits": content}
-            return {name: content[name] for name in content.files}
-    except (EOFError, OSError, ValueError, zipfile.BadZipFile, zlib.error) as error:
-        raise UserError(f"{path} is not an .npz file of arrays: {error}") from error
+    with prefixed(f"{path}: "):
+        arrays = array_files.read(path)
+    return {name or "logits": array for name, array in arrays.items()}
 
 
 _SCRIPT = """\
