@@ -1,6 +1,9 @@
 """The command `translate`."""
 
 import contextlib
+import math
+import os
+import stat
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,7 +19,11 @@ from flaxformer_mt.cli.options import (
     load_runs,
     require_writable,
 )
+from flaxformer_mt.config.fields import Bounds
 from flaxformer_mt.data.corpora.text_files import arriving_lines, opened
+
+Milliseconds = Annotated[int | None, Bounds(0, 10**9), tyro.conf.arg(metavar="MS")]
+_MAX_LATENCY = 100
 
 
 def translate(
@@ -28,6 +35,7 @@ def translate(
     alignment: Literal["words", "pieces"] | None = None,
     tokens: bool = False,
     attention: bool = False,
+    max_latency: Milliseconds = None,
     checkpoint: CheckpointChoice = "best",
     decode: DecodeOptions = DEFAULT_SEARCH,
 ) -> None:
@@ -62,6 +70,8 @@ def translate(
       tokens: Add the token ids and the subword pieces of both sides. Requires --format jsonl.
       attention: Add the attention weights, one row of source pieces per target piece. Requires
         --format jsonl.
+      max_latency: Longest time in milliseconds that a line waits for others to share its batch
+        (default: 100, and without a limit if the input is a regular file).
       checkpoint: "best" by validation, "last", or the step of a checkpoint.
       decode: Search options. Their defaults are those of the run.
     """
@@ -80,7 +90,10 @@ def translate(
         )
         translator = Translator.from_runs(load_runs(run, checkpoint), decode)
         advance = stack.enter_context(output.line_progress(stream, name))
-        groups = arriving_lines(stream, name, enough=window_characters(decode))
+        if max_latency is None and not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+            max_latency = _MAX_LATENCY
+        max_wait = math.inf if max_latency is None else max_latency / 1000
+        groups = arriving_lines(stream, name, window_characters(decode), max_wait)
         if input_file is None and stream.isatty():
             groups = output.prompted(groups, "type a sentence; Ctrl-D ends")
         for line in translate_lines(translator, groups, form, name, advance):

@@ -4,6 +4,7 @@ import errno
 import gzip
 import io
 import os
+import threading
 import time
 
 import pytest
@@ -49,6 +50,42 @@ class Stream(io.BytesIO):
 
     def fileno(self):
         return os.open("/dev/zero", os.O_RDONLY)
+
+
+def test_no_line_waits_longer_than_allowed_while_others_arrive():
+    reading, writing = os.pipe()
+
+    def write():
+        with os.fdopen(writing, "wb", buffering=0) as pipe:
+            for _ in range(100):
+                pipe.write(f"{time.monotonic()}\n".encode())
+                time.sleep(0.005)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    with os.fdopen(reading, "rb") as stream:
+        groups = arriving_lines(stream, "standard input", 10**12, max_wait=0.1)
+        waits = [[time.monotonic() - float(line) for line in group] for group in groups]
+    writer.join()
+    assert sum(map(len, waits)) == 100
+    assert max(map(max, waits)) < 0.3
+    assert len(waits) < 50  # They still share batches.
+
+
+def test_a_line_that_arrives_byte_by_byte():
+    class Slow(io.BytesIO):
+        def read1(self, size=-1):
+            return self.read(1)
+
+        def fileno(self):
+            return always.fileno()
+
+    content = b"a" * 100_000
+    start = time.monotonic()
+    with open("/dev/zero", "rb") as always:
+        groups = list(arriving_lines(Slow(content), "standard input", 10**12))
+    assert groups == [[content.decode()]]
+    assert time.monotonic() - start < 5
 
 
 def test_what_is_no_text_file_is_named(tmp_path):

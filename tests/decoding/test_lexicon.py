@@ -67,6 +67,15 @@ def test_a_learned_table_can_be_read(tmp_path, name):
     assert target.pieces(allowed) == ["</s>", "\u2581Hund", "\u2581Katze"]
 
 
+def test_a_compressed_table_does_not_contain_the_time(tmp_path, monkeypatch):
+    tokenizers = types.SimpleNamespace(source=Vocabulary("dog"), target=Vocabulary("Hund"))
+    for now in (1e9, 2e9):
+        monkeypatch.setattr("time.time", lambda now=now: now)
+        write_table(tmp_path / f"{now}.gz", {(2, 2): 0.5}, tokenizers)
+    first, second = tmp_path.glob("*.gz")
+    assert first.read_bytes() == second.read_bytes()
+
+
 @pytest.mark.parametrize("piece", ["\u2581\r", "\x0c", "\u2581Hund\t", "a b", "\n"])
 def test_pieces_with_white_space_are_left_out(tmp_path, piece):
     source, target = Vocabulary("dog"), Vocabulary("Hund")

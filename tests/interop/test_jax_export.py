@@ -70,6 +70,25 @@ def test_a_server_without_this_package_translates_the_same(exported):
     ]  # fmt: skip
 
 
+def test_a_line_that_the_server_cannot_translate_loses_no_other(exported):
+    bundle, folder = exported
+    longest = bundle.config.model.max_length
+    lines = [b"two dogs", b"bad \xff", b"", b"dog " * longest, b"dog " * (longest // 4)]
+    command = [sys.executable, "-I", "-c", ALONE, folder / "server.py"]
+    result = subprocess.run(command, input=b"\n".join(lines), capture_output=True, check=False)
+    first, *empty, last, end = result.stdout.decode().split("\n")
+    assert empty == [""] * 3
+    assert first
+    assert last
+    assert not end
+    message = result.stderr.decode()
+    assert "Traceback" not in message
+    assert "server.py: error: line 2: 'utf-8' codec can't decode" in message
+    assert "server.py: error: line 4: 1" in message
+    assert message.count("server.py: error: ") == 2
+    assert result.returncode == 1
+
+
 def load(folder, name):
     return export.deserialize(bytearray((folder / f"{name}.jax").read_bytes()))
 

@@ -14,10 +14,12 @@ import importlib
 import io
 import itertools
 import lzma
+import math
 import os
 import re
 import select
 import sys
+import time
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -114,16 +116,19 @@ def read_lines(path: Path) -> list[str]:
     return list(stream_lines(path))
 
 
-def arriving_lines(stream: io.BufferedIOBase, name: str, enough: int) -> Iterator[list[str]]:
+def arriving_lines(
+    stream: io.BufferedIOBase, name: str, enough: int, max_wait: float = math.inf
+) -> Iterator[list[str]]:
     """Yields nonempty groups of lines as they arrive, without waiting for more input.
 
     Args:
       stream: UTF-8 text, possibly empty, with line ends as in `stream_lines`.
       name: origin of the text, for messages.
       enough: size of a group in bytes if input arrives without a pause.
+      max_wait: seconds from the first line of a group until it is yielded, at most.
     """
     number = 1
-    groups = _arriving(stream, enough)
+    groups = _arriving(stream, enough, max_wait)
     while True:
         with explained(name):
             lines = next(groups, None)
@@ -417,29 +422,33 @@ def _require_zstd(path: str) -> Any:
         ) from error
 
 
-def _arriving(stream: io.BufferedIOBase, enough: int) -> Iterator[list[bytes]]:
+def _arriving(stream: io.BufferedIOBase, enough: int, max_wait: float) -> Iterator[list[bytes]]:
+    # Joined only once per group: a single line may span many chunks.
     chunks: list[bytes] = []
+    size, deadline = 0, math.inf
+    has_lines = False
     while chunk := stream.read1(_CHUNK_BYTES):
         chunks.append(chunk)
-        # Joined only once per group: a single line may span many chunks.
-        size, has_lines = sum(map(len, chunks)), any(b"\n" in chunk for chunk in chunks)
-        if size > MAX_LINE_BYTES and not has_lines:
-            yield [b"".join(chunks)]  # Too long, which is an error.
-            return
-        if size < enough and _is_waiting(stream):
-            continue
-        if has_lines:
+        size += len(chunk)
+        if not has_lines and b"\n" in chunk:
+            has_lines, deadline = True, time.monotonic() + max_wait
+        if not has_lines:
+            if size > MAX_LINE_BYTES:
+                yield [b"".join(chunks)]  # Too long, which is an error.
+                return
+        elif size >= enough or not _is_waiting(stream, deadline):
             text, _, rest = b"".join(chunks).rpartition(b"\n")
             yield [line + b"\n" for line in text.split(b"\n")]
-            chunks = [rest]
+            chunks, size, has_lines = [rest], len(rest), False
     rest = b"".join(chunks)
     if rest:
         yield [line + b"\n" for line in rest.removesuffix(b"\n").split(b"\n")]
 
 
-def _is_waiting(stream: io.BufferedIOBase) -> bool:
+def _is_waiting(stream: io.BufferedIOBase, deadline: float) -> bool:
+    pause = min(_PAUSE_SECONDS, deadline - time.monotonic())
     # On Windows, `select` only works on sockets; there, each chunk is a group.
-    return os.name != "nt" and bool(select.select([stream], [], [], _PAUSE_SECONDS)[0])
+    return os.name != "nt" and pause > 0 and bool(select.select([stream], [], [], pause)[0])
 
 
 def _valid(lines: Iterable[str | Fault], name: str, first: int = 1) -> Iterator[str]:

@@ -74,7 +74,9 @@ def write_table(
         if _is_one_field(source_pieces[source]) and _is_one_field(target_pieces[target])
     )
     content = text.encode()
-    atomic.write_bytes(Path(path), gzip.compress(content) if str(path).endswith(".gz") else content)
+    if str(path).endswith(".gz"):
+        content = gzip.compress(content, mtime=0)
+    atomic.write_bytes(Path(path), content)
 
 
 def _is_one_field(piece: str) -> bool:

@@ -2,7 +2,8 @@
 
     python server.py < source.txt > translation.txt
 
-It must be in the folder of the model, and needs jax, flatbuffers and sentencepiece. It is a minimal
+A line that cannot be translated becomes an empty line, with a message and exit code 1 at the end.
+The server must be in the folder of the model, and needs jax, flatbuffers and sentencepiece. It is a minimal
 example: a real server would keep running, and could use beam search with the function `reorder`.
 """
 
@@ -80,15 +81,20 @@ class Model:
         Raises:
           ValueError: a sentence is longer than the model's maximum length.
         """
-        longest = max(map(len, sources), default=0) + 1
-        if longest > self.facts["longest"]:
-            raise ValueError(f"{longest} tokens, but the model takes {self.facts['longest']}")
+        for source in sources:
+            self.check(source)
         found: dict[int, list[int]] = {}
         order = sorted(range(len(sources)), key=lambda index: len(sources[index]))
         for start in range(0, len(order), BATCH):
             indices = order[start : start + BATCH]
             found |= zip(indices, self._batch([sources[i] for i in indices]), strict=True)
         return [found[index] for index in range(len(sources))]
+
+    def check(self, source: Sequence[int]) -> None:
+        """Raises ValueError if a sentence is longer than the model's maximum length."""
+        length, longest = len(source) + 1, self.facts["longest"]
+        if length > longest:
+            raise ValueError(f"{length} tokens, but the model takes {longest}")
 
     def _batch(self, sources: Sequence[Sequence[int]]) -> list[list[int]]:
         facts = self.facts
@@ -196,12 +202,25 @@ def main() -> None:
     except NotSupportedError as error:
         sys.exit(f"server.py: error: {error}")
     text = Text(folder, model.facts)
-    lines = sys.stdin.buffer.read().decode().split("\n")
-    sources = [text.encode(line) for line in lines if line.strip()]
-    translations = iter(model.translate(sources))
-    for line in lines[: -1 if lines[-1] == "" else None]:
-        translation = text.decode(next(translations)) if line.strip() else ""
+    lines = [line.removesuffix(b"\n") for line in sys.stdin.buffer]
+    sources: dict[int, list[int]] = {}
+    code = 0
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            source = text.encode(line.decode())
+            model.check(source)
+        except ValueError as error:
+            print(f"server.py: error: line {number}: {error}", file=sys.stderr)
+            code = 1
+        else:
+            sources[number] = source
+    translations = dict(zip(sources, model.translate(list(sources.values())), strict=True))
+    for number in range(1, len(lines) + 1):
+        translation = text.decode(translations[number]) if number in translations else ""
         sys.stdout.buffer.write(f"{translation}\n".encode())
+    sys.exit(code)
 
 
 if __name__ == "__main__":
