@@ -19,6 +19,7 @@ from talker import DATA, make_talker, random_params, sentences
 
 import flaxformer_mt
 from flaxformer_mt.cli import entry_points, main, program
+from flaxformer_mt.cli.output import line_writer
 from flaxformer_mt.config import DecodeConfig, ExperimentConfig, to_json
 from flaxformer_mt.data.corpora.corpus import ParallelCorpus, open_corpora
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
@@ -238,6 +239,16 @@ def test_a_line_is_translated_before_the_next_arrives(run):
         os.close(writing)
         assert process.stdout.read() == b""
         assert process.wait() == 0
+
+
+def test_lines_that_are_written_to_a_pipe_are_not_held_back(tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reading = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with line_writer(path) as write:
+        write(["Hund"])
+        assert os.read(reading, 100) == b"Hund\n"
+    os.close(reading)
 
 
 def test_score_prints_one_log_probability_per_line(run, command, tmp_path):

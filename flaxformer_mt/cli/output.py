@@ -47,7 +47,12 @@ def prompted(groups: Iterable[_Group], instructions: str) -> Iterator[_Group]:
 def line_writer(path: Path) -> Iterator[Callable[[Iterable[str]], None]]:
     """Yields a function that appends lines to a file, which is renamed to `path` on success."""
     with atomic.new_file(path) as partial, partial.open("wb") as file:
-        yield lambda lines: file.writelines(f"{line}\n".encode() for line in lines)
+
+        def write(lines: Iterable[str]) -> None:
+            file.writelines(f"{line}\n".encode() for line in lines)
+            file.flush()  # `path` may be a pipe.
+
+        yield write
 
 
 @contextlib.contextmanager

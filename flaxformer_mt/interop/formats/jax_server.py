@@ -3,8 +3,9 @@
     python server.py < source.txt > translation.txt
 
 A line that cannot be translated becomes an empty line, with a message and exit code 1 at the end.
-The server must be in the folder of the model, and needs jax, flatbuffers and sentencepiece. It is a minimal
-example: a real server would keep running, and could use beam search with the function `reorder`.
+The server must be in the folder of the model, and needs jax, flatbuffers and sentencepiece. It is a
+minimal example: a real server would keep running, and could use beam search with the function
+`reorder`.
 """
 
 import json

@@ -95,7 +95,7 @@ def add_module_names(path: Path, names: dict[tuple[str, str], str]) -> None:
         name = names.get((arguments.get("hlo_module"), arguments.get("hlo_op")))
         if name:
             event["name"] = f"{event['name']} {name}"
-    path.write_bytes(gzip.compress(json.dumps(trace).encode()))
+    path.write_bytes(gzip.compress(json.dumps(trace).encode(), mtime=0))
 
 
 def operation_names(trace: bytes) -> dict[tuple[str, str], str]:
