@@ -95,7 +95,13 @@ def test_nnx_sees_the_same_parameters():
     from flax import nnx
 
     config = fmt.TransformerConfig(
-        source_vocab_size=11, target_vocab_size=11, d_model=8, num_heads=2, d_ff=16
+        source_vocab_size=11,
+        target_vocab_size=11,
+        d_model=8,
+        num_heads=2,
+        d_ff=16,
+        num_encoder_layers=1,
+        num_decoder_layers=1,
     )
     tokens = jnp.array([[4, 5, 2]], jnp.int32)
     model = nnx.bridge.ToNNX(fmt.Transformer(config), rngs=nnx.Rngs(0))

@@ -246,7 +246,15 @@ def test_the_order_of_tokens_matters(float64, kind):
 
 @pytest.mark.parametrize(
     ("kind", "has_inputs"),
-    [*((kind, True) for kind in KINDS), ("rotary", False), ("t5_relative", False)],
+    [
+        *((kind, True) for kind in ("rotary", "t5_relative")),
+        *((kind, False) for kind in ("rotary", "t5_relative")),
+        *(
+            pytest.param(kind, True, marks=pytest.mark.slow)
+            for kind in KINDS
+            if kind not in ("rotary", "t5_relative")
+        ),
+    ],
 )
 def test_cached_steps_equal_the_whole_pass(float64, kind, has_inputs):
     """Each of three hypotheses, also after they have continued one another."""
