@@ -280,7 +280,7 @@ def test_links_of_split_input_are_of_words_of_the_text(talker, text):
     assert {target for _, target in best.alignment} <= set(range(len(best.text.split())))
 
 
-@pytest.mark.parametrize("beam_size", [pytest.param(1, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("beam_size", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_options_that_exclude_all_translations_are_named(talker, beam_size):
     size = talker.tokenizers.target.vocab_size
     with pytest.raises(UserError, match=r'"Hund": no translation .* decode\.no_repeat_ngram_size'):

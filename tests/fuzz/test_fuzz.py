@@ -24,12 +24,12 @@ MAKERS = {
     "foreign_folders": foreign_folders.make,
 }
 NUMBERS = {
-    "checkpoints": (60, 1000),
+    "checkpoints": (40, 1000),
     "command_lines": (12, 1200),
     "configurations": (8, 700),
     "corpora": (8, 700),
-    "damage": (8, 700),
-    "foreign_folders": (30, 700),
+    "damage": (5, 700),
+    "foreign_folders": (20, 700),
 }
 """Number of cases in every test run, and with `-m slow`."""
 BLOCK = 100

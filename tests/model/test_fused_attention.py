@@ -112,8 +112,10 @@ CASES = {
 @pytest.mark.parametrize(
     "name",
     [
-        # The others have their lengths and masks, and more.
-        pytest.param(name, marks=pytest.mark.slow) if name in ("self", "causal", "ragged") else name
+        # They have the lengths, masks and switches of the others.
+        name
+        if name in ("cross", "everything", "width_64", "width_128")
+        else pytest.param(name, marks=pytest.mark.slow)
         for name in CASES
     ],
 )
@@ -217,7 +219,7 @@ def test_in_bfloat16_it_rounds_as_often_as_the_einsum(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_sentence_does_not_depend_on_its_neighbours_at_all(backend, causal):
     """Outputs, and gradients of the first sentence's outputs, are the same bit for bit."""
     inputs = case(70, 70)

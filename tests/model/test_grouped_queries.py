@@ -166,7 +166,7 @@ def test_cached_steps_equal_the_whole_pass(kind, beams):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("causal", [pytest.param(False, marks=SLOW), True])
 def test_kernels_equal_the_einsum(backend, causal):
     """With a bias of the scores, packed rows, and heads that a mesh does not shard."""
     rng = np.random.default_rng(0)

@@ -148,7 +148,11 @@ def test_shapes_that_do_not_fit_are_said():
 
 
 @pytest.mark.parametrize(
-    "settings", [{"scale_logits": False}, {"tie_embeddings": "source_target", "scale_logits": True}]
+    "settings",
+    [
+        pytest.param({"scale_logits": False}, marks=pytest.mark.slow),
+        {"tie_embeddings": "source_target", "scale_logits": True},
+    ],
 )
 def test_t5_scales_its_logits_as_the_settings_say(settings):
     assert check_family("t5", **ONE_LAYER, **settings).passed
