@@ -54,9 +54,7 @@ def projected_together(self, x, memory, mask):
 @pytest.mark.parametrize(
     ("kind", "forward", "missing"),
     [
-        pytest.param(
-            jadore801120.ScaledDotProductAttention, fused_attention, "", marks=pytest.mark.slow
-        ),
+        (jadore801120.ScaledDotProductAttention, fused_attention, ""),
         (jadore801120.ScaledDotProductAttention, scores_by_key, "self_attention/scores"),
         (jadore801120.MultiHeadAttention, projected_together, "self_attention/query"),
     ],
@@ -79,7 +77,7 @@ def test_a_difference_is_found_although_some_values_are_elsewhere():
     assert not parity.compare("jadore801120", module, batch, **hints).passed
 
 
-@pytest.mark.parametrize("joined_as_published", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("joined_as_published", [False, True])
 def test_heads_may_be_computed_one_after_another(joined_as_published):
     def by_head(self, q, k, v, mask=None):
         heads = [
