@@ -117,10 +117,16 @@ def test_a_run_that_learns_links_is_better_aligned(config, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "options"),
     [
-        ({"parallel": {"strategy": "pmap", "num_devices": 2}}, {}),
-        ({"parallel": {"num_devices": 4, "fsdp": 2}}, {"accumulation_steps": 2}),
+        pytest.param(
+            {"parallel": {"strategy": "pmap", "num_devices": 2}},
+            {},
+            marks=pytest.mark.slow,
+            id="pmap",
+        ),
+        pytest.param(
+            {"parallel": {"num_devices": 4, "fsdp": 2}}, {"accumulation_steps": 2}, id="mesh"
+        ),
     ],
-    ids=["pmap", "mesh"],
 )
 def test_the_loss_does_not_depend_on_the_devices(config, tmp_path, changes, options):
     steps = {"num_steps": 2, "log_every": 2, "eval_every": 2, "checkpoint_every": 2}
@@ -133,6 +139,7 @@ def test_the_loss_does_not_depend_on_the_devices(config, tmp_path, changes, opti
         np.testing.assert_allclose(several[name], one[name], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_several_shapes_and_the_cost_of_a_step(config, tmp_path, capsys):
     buckets = with_changes(
         config,

@@ -1,5 +1,6 @@
 """The training script of docs/library.md, as it stands there, with small sizes."""
 
+import functools
 import json
 import os
 import signal
@@ -57,27 +58,34 @@ def run_script(folder, mesh, killed_at=None):
     )
 
 
-@pytest.mark.parametrize(
-    "mesh", ["fsdp=2, tensor=2", pytest.param("", marks=pytest.mark.slow)], ids=["8", "1"]
-)
-def test_a_killed_script_continues_with_the_same_bits(tmp_path, mesh, monkeypatch, capsys):
-    folders = [tmp_path / name for name in ("whole", "killed")]
-    for folder in folders:
-        folder.mkdir()
-        (folder / "mine.tsv").write_text(TEXT)
-    whole, killed = folders
-    done = run_script(whole, mesh)
+def whole_run(folder, mesh):
+    """Makes a folder with the run of a script that nobody disturbs."""
+    folder.mkdir()
+    (folder / "mine.tsv").write_text(TEXT)
+    done = run_script(folder, mesh)
     assert done.returncode == 0, done.stderr[-2000:]
     assert len(done.stdout.splitlines()) == 3  # translations
+    return folder
 
+
+@pytest.mark.slow  # By default, tests/system/test_train.py kills a run.
+@pytest.mark.parametrize("mesh", ["fsdp=2, tensor=2", ""], ids=["8", "1"])
+def test_a_killed_script_continues_with_the_same_bits(tmp_path, mesh):
+    whole, killed = whole_run(tmp_path / "whole", mesh), tmp_path / "killed"
+    killed.mkdir()
+    (killed / "mine.tsv").write_text(TEXT)
     assert run_script(killed, mesh, killed_at=7).returncode == -signal.SIGKILL
     done = run_script(killed, mesh)
     assert done.returncode == 0, done.stderr[-2000:]
     assert len(done.stdout.splitlines()) == 2
-    hashes = {describe_run(folder / "runs/mine-final")["parameters_sha256"] for folder in folders}
+    hashes = {
+        describe_run(folder / "runs/mine-final")["parameters_sha256"] for folder in (whole, killed)
+    }
     assert len(hashes) == 1
 
-    # The folder is a run for all commands.
+
+def test_the_folder_is_a_run_for_all_commands(tmp_path, monkeypatch, capsys):
+    whole = whole_run(tmp_path / "whole", "fsdp=2, tensor=2")
     monkeypatch.chdir(whole)
     (whole / "source.txt").write_text("two days\n")
     main(["translate", "--run", "runs/mine-final", "--input", "source.txt", "--beam-size", "1"])
@@ -95,13 +103,19 @@ def test_nnx_sees_the_same_parameters():
     from flax import nnx
 
     config = fmt.TransformerConfig(
-        source_vocab_size=11, target_vocab_size=11, d_model=8, num_heads=2, d_ff=16
+        source_vocab_size=11,
+        target_vocab_size=11,
+        d_model=8,
+        num_heads=2,
+        d_ff=16,
+        num_encoder_layers=1,
+        num_decoder_layers=1,
     )
     tokens = jnp.array([[4, 5, 2]], jnp.int32)
     model = nnx.bridge.ToNNX(fmt.Transformer(config), rngs=nnx.Rngs(0))
     nnx.bridge.lazy_init(model, tokens, tokens)
     state = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    expected = fmt.init(config, jax.random.key(0))
+    expected = jax.eval_shape(functools.partial(fmt.init, config), jax.random.key(0))
     assert jax.tree.structure(state) == jax.tree.structure(expected)
     batch = {"encoder_input_tokens": tokens, "decoder_input_tokens": tokens}
     np.testing.assert_array_equal(model(tokens, tokens), fmt.apply(config, state, batch))

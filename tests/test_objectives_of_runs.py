@@ -23,7 +23,13 @@ def squared(config, params, batch, key, frozen, *, factor=1.0):
     return fmt.Sums(loss=factor * sums.loss, weight=sentences, tokens=sums.tokens)
 
 
-def test_a_run_is_continued_with_its_objective_only(tmp_path):
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A run without an objective of a user."""
+    return fmt.train(CONFIG, tmp_path_factory.mktemp("runs") / "plain")
+
+
+def test_a_run_is_continued_with_its_objective_only(plain, tmp_path):
     folder = tmp_path / "run"
     objective = functools.partial(squared, factor=2.0)
     run = fmt.train(CONFIG, folder, objective=objective)
@@ -41,21 +47,20 @@ def test_a_run_is_continued_with_its_objective_only(tmp_path):
         fmt.train(run.config, folder)
     assert fmt.train(longer, folder, objective=objective).latest_step == 3
     # The same text: cross-entropy counts the same tokens, although its weight is another one.
-    plain = fmt.train(CONFIG, tmp_path / "plain")
     assert plain.metrics("train")[0]["target_tokens"] == tokens
 
 
-def test_the_built_in_objective_given_as_a_function_trains_the_same_bits(tmp_path):
+def test_the_built_in_objective_given_as_a_function_trains_the_same_bits(plain, tmp_path):
     def same(config, params, batch, key, frozen):
         return fmt.cross_entropy(config, params, batch, key, smoothing=CONFIG.train.label_smoothing)
 
-    runs = fmt.train(CONFIG, tmp_path / "a"), fmt.train(CONFIG, tmp_path / "b", objective=same)
+    runs = plain, fmt.train(CONFIG, tmp_path / "run", objective=same)
     jax.tree.map(
         np.testing.assert_array_equal, *(load_run(run.folder, "last").params for run in runs)
     )
 
 
-def test_an_objective_reads_its_frozen_tree_and_writers_see_the_metrics(tmp_path):
+def test_an_objective_reads_its_frozen_tree_and_writers_see_the_metrics(plain, tmp_path):
     class Tracker:
         """A writer, such as one of a tracking service."""
 
@@ -79,15 +84,14 @@ def test_an_objective_reads_its_frozen_tree_and_writers_see_the_metrics(tmp_path
         )
         return dataclasses.replace(sums, loss=distance, weight=jnp.float32(1))
 
-    first = fmt.train(CONFIG, tmp_path / "first")
-    target = load_run(first.folder, "last").params
+    target = load_run(plain.folder, "last").params
     config = with_changes(
         CONFIG, {"train": {"num_steps": 60, "eval_every": 60}, "optimizer": {"warmup_steps": 5}}
     )
     tracker = Tracker()
     frozen = jax.tree.map(lambda leaf: leaf + 0.05, target)
     config = with_changes(
-        config, {"train": {"init_from": str(first.folder)}, "optimizer": {"learning_rate": 1e-3}}
+        config, {"train": {"init_from": str(plain.folder)}, "optimizer": {"learning_rate": 1e-3}}
     )
     run = fmt.train(config, tmp_path / "run", objective=towards, frozen=frozen, writers=[tracker])
     params = load_run(run.folder, "last").params
@@ -107,18 +111,17 @@ def test_an_objective_needs_a_name(tmp_path):
         fmt.train(CONFIG, tmp_path / "run", objective=lambda *arguments: None)
 
 
-def test_a_run_learns_from_its_teacher(tmp_path):
-    teacher = fmt.train(CONFIG, tmp_path / "teacher")
-    options = {"train": {"teacher": str(teacher.folder), "distillation_weight": 1.0}}
+def test_a_run_learns_from_its_teacher(plain, tmp_path):
+    options = {"train": {"teacher": str(plain.folder), "distillation_weight": 1.0}}
     with_teacher = with_changes(CONFIG, options)
     student = fmt.train(
-        with_changes(with_teacher, {"data": {"tokenizer_path": str(teacher.folder)}}),
+        with_changes(with_teacher, {"data": {"tokenizer_path": str(plain.folder)}}),
         tmp_path / "student",
     )
     (training,) = student.metrics("train")
     assert 0 < training["distillation"] < training["loss"]
     stored = json.loads((student.folder / "config.json").read_text())["train"]
-    assert stored["teacher"] == str(teacher.folder)
+    assert stored["teacher"] == str(plain.folder)
 
     other = with_changes(with_teacher, {"data": {"vocab_size": 275}})
     with pytest.raises(UserError, match=r"train\.teacher=.* another source vocabulary: .*--data"):

@@ -142,7 +142,7 @@ def test_longer_arrays_change_nothing(monkeypatch):
     assert_same(found, {index: together()[index + 15] for index in range(14)})
 
 
-@pytest.mark.parametrize("certain", [0, 1])
+@pytest.mark.parametrize("certain", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_samples_begin_with_their_prefixes(certain):
     with_prefixes = [
         request._replace(prefix=[5, 7][: 1 + index % 2], certain=certain, phrases=())
@@ -215,9 +215,14 @@ def test_defaults_of_devices_and_batches_follow_the_platform(monkeypatch):
 @pytest.mark.parametrize(
     "options",
     [
-        {"tie_embeddings": "none", "position_kind": "learned", "max_length": 8},
+        pytest.param(
+            {"tie_embeddings": "none", "position_kind": "learned", "max_length": 8},
+            marks=pytest.mark.slow,
+        ),
         {"decoder_kind": "ssru", "embedding_norm": True},
-        {"position_kind": "t5_relative", "scan_layers": False},
+        pytest.param(
+            {"position_kind": "t5_relative", "scan_layers": False}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_matrices_in_bfloat16_change_no_bit(options):

@@ -15,6 +15,7 @@ import opus_mt
 import pytest
 import torch
 from rounding import rounding_tolerance
+from toy_references import others_are_slow
 
 from flaxformer_mt import interop
 from flaxformer_mt.config import DataConfig, TransformerConfig
@@ -243,7 +244,7 @@ def phrases(run_folder, count):
     return [[*ids, run.model.eos_id] for ids in run.tokenizers.source.encode(corpus.sources)]
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", others_are_slow(SHAPES, ["separate"]))
 def test_logits_of_random_weights(name):
     assert_logits_agree(random_pair(name))
 
@@ -300,7 +301,7 @@ def test_models_of_the_hub_find_the_same_with_all_options(kind):
         assert len(lines) <= 3
 
 
-@pytest.mark.parametrize("beam_size", [1, 6])
+@pytest.mark.parametrize("beam_size", [pytest.param(1, marks=pytest.mark.slow), 6])
 def test_trained_weights_find_the_same(trained, trained_run, beam_size):
     sources = sorted(phrases(trained_run, 60), key=len)[:16]
     _, lines = differences(trained, sources, beam_size, "never", 1.0)

@@ -169,7 +169,7 @@ def test_a_wide_beam_finds_the_best_with_all_phrases(seed, per_row):
         assert_row_is(result, row, enumerate_results(world[0][row], constraints, options))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(seeds, three_constraints(P), st.sampled_from([(1, False), (2, True), (4, False)]))
 def test_a_narrow_beam_finds_what_a_slow_one_finds(seed, per_row, kind):
     beam_size, force_end = kind

@@ -1,6 +1,7 @@
 """Samples drawn inside a training step."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -30,11 +31,14 @@ def padded_batch(tokens):
     return Batch(tokens, *[tokens] * 2, is_token, is_token, is_token, positions, positions)
 
 
+@functools.partial(jax.jit, static_argnames=("model", "n", "options"))
+def drawn(model, params, source, key, n, options):
+    return sample(model, params, source, key, n, **dict(options))
+
+
 def draw(talker, source=SOURCE, seed=0, n=4, **options):
-    jitted = jax.jit(
-        lambda params, source, key: sample(talker.model, params, source, key, n, **options)
-    )
-    return jitted(talker.params, source, jax.random.key(seed))
+    key = jax.random.key(seed)
+    return drawn(talker.model, talker.params, source, key, n, tuple(options.items()))
 
 
 def test_log_probabilities_are_those_of_the_full_pass(talker):
@@ -93,8 +97,9 @@ def test_options(talker):
 
 def test_the_maximum_length_is_that_of_learned_positions(talker):
     model = dataclasses.replace(talker.model, position_kind="learned", max_length=6)
-    params = Transformer(model).init(jax.random.key(0), SOURCE, SOURCE)["params"]
-    found = sample(model, params, SOURCE, jax.random.key(0), 2)
+    params = jax.eval_shape(Transformer(model).init, jax.random.key(0), SOURCE, SOURCE)["params"]
+    draw_two = functools.partial(sample, model, n=2)
+    found = jax.eval_shape(draw_two, params, SOURCE, jax.random.key(0))
     assert found.tokens.shape == (3, 2, 6)
 
 
@@ -137,7 +142,7 @@ def test_rows_are_a_batch_of_every_sample_with_its_source(talker):
     np.testing.assert_array_equal(rows.encoder_input_tokens, np.repeat(SOURCE[:2], 3, axis=0))
     np.testing.assert_array_equal(rows.decoder_target_tokens, found.tokens.reshape(6, 6))
     np.testing.assert_array_equal(rows.decoder_input_tokens, found.input_tokens.reshape(6, 6))
-    logits = flaxformer_mt.apply(talker.model, talker.params, rows)
+    logits = jax.jit(flaxformer_mt.apply, static_argnums=0)(talker.model, talker.params, rows)
     chosen = jnp.take_along_axis(
         jax.nn.log_softmax(logits), rows.decoder_target_tokens[..., None], -1
     )

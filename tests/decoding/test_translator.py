@@ -46,7 +46,7 @@ def make_translator(talker):
     return Translator(*talker.parts)
 
 
-@pytest.mark.parametrize("beam_size", [1, 3])
+@pytest.mark.parametrize("beam_size", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_log_probabilities_of_the_cached_search_are_those_of_the_full_pass(talker, beam_size):
     found = make_translator(talker).translate_n_best(
         SENTENCES, beam_size, beam_size=beam_size, length_penalty=0.0
@@ -281,7 +281,7 @@ def test_links_of_split_input_are_of_words_of_the_text(talker, text):
     assert {target for _, target in best.alignment} <= set(range(len(best.text.split())))
 
 
-@pytest.mark.parametrize("beam_size", [1, 4])
+@pytest.mark.parametrize("beam_size", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_options_that_exclude_all_translations_are_named(talker, beam_size):
     size = talker.tokenizers.target.vocab_size
     with pytest.raises(UserError, match=r'"Hund": no translation .* decode\.no_repeat_ngram_size'):

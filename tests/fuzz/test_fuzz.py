@@ -38,15 +38,15 @@ MAKERS = {
     "vocabularies": containers.vocabulary,
 }
 NUMBERS = {
-    "arrays": (30, 500),
-    "checkpoints": (60, 1000),
+    "arrays": (8, 500),
+    "checkpoints": (40, 1000),
     "command_lines": (12, 1200),
     "configurations": (8, 700),
     "corpora": (8, 700),
-    "damage": (8, 700),
-    "data_sets": (8, 500),
-    "foreign_folders": (30, 700),
-    "hostile_runs": (8, 500),
+    "damage": (5, 700),
+    "data_sets": (5, 500),
+    "foreign_folders": (20, 700),
+    "hostile_runs": (5, 500),
     "vocabularies": (8, 500),
 }
 """Number of cases in every test run, and with `-m slow`."""

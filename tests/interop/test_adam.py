@@ -24,7 +24,7 @@ def flat(tree: Any) -> dict[str, np.ndarray]:
     return flatten_dict(interop.model_params(tree), sep="/")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "float64"])
 @pytest.mark.parametrize("name", others_are_slow())
 def test_reference_to_ours_and_back_is_byte_identical(name, dtype, tmp_path):
     variant = ALL[name]

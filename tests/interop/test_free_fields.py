@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from toy_references import ALL
+from toy_references import ALL, others_are_slow
 
 from flaxformer_mt import interop
 from flaxformer_mt.config import TransformerConfig
@@ -43,7 +43,7 @@ def test_remat_is_only_about_running():
     assert RUNNING.items() <= FREE.items()
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", others_are_slow())
 def test_a_checkpoint_is_the_same_whatever_the_free_fields(name, tmp_path):
     variant = ALL[name]
     config, params = interop.load(variant.family, variant.build().state_dict(), **variant.hints)

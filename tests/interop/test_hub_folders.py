@@ -282,7 +282,12 @@ def test_the_commands_on_the_run_of_a_folder(saved, translator, tmp_path, capfd)
 
 
 @pytest.mark.parametrize(
-    ("kind", "german"), [("nllb", "deu_Latn"), ("m2m100", "__de__"), ("mbart50", "de_DE")]
+    ("kind", "german"),
+    [
+        ("nllb", "deu_Latn"),
+        pytest.param("m2m100", "__de__", marks=pytest.mark.slow),
+        pytest.param("mbart50", "de_DE", marks=pytest.mark.slow),
+    ],
 )
 def test_references_name_the_language_to_translate_into(kind, german, saved, tmp_path, capfd):
     run, bundle = tmp_path / "run", read(kind, saved(kind)[0])

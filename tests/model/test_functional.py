@@ -60,7 +60,7 @@ class _Fmt:
 
 def test_a_batch_gives_the_logits_of_its_packed_rows():
     params = params_of(CONFIG)
-    expected = Transformer(CONFIG).apply(
+    expected = jax.jit(Transformer(CONFIG).apply)(
         {"params": params},
         TOKENS,
         TOKENS,
@@ -72,13 +72,15 @@ def test_a_batch_gives_the_logits_of_its_packed_rows():
     found = jax.jit(functional.apply, static_argnums=0)(CONFIG, params, BATCH)
     chex.assert_trees_all_close(found, expected, atol=1e-5)
     mapping = {field.name: getattr(BATCH, field.name) for field in dataclasses.fields(BATCH)}
-    chex.assert_trees_all_equal(functional.apply(CONFIG, params, mapping), expected)
+    from_mapping = jax.jit(functional.apply, static_argnums=0)(CONFIG, params, mapping)
+    chex.assert_trees_all_equal(from_mapping, expected)
 
 
 def test_a_key_drops_values():
     params = params_of(CONFIG)
-    plain = functional.apply(CONFIG, params, BATCH)
-    dropped = [functional.apply(CONFIG, params, BATCH, jax.random.key(seed)) for seed in (0, 0, 1)]
+    apply = jax.jit(functional.apply, static_argnums=0)
+    plain = apply(CONFIG, params, BATCH)
+    dropped = [apply(CONFIG, params, BATCH, jax.random.key(seed)) for seed in (0, 0, 1)]
     chex.assert_trees_all_equal(dropped[0], dropped[1])
     assert not np.allclose(dropped[0], dropped[2])
     assert not np.allclose(dropped[0], plain)
@@ -115,7 +117,7 @@ def attention_in_numpy(q, k, v, visible, bias):
 
 @pytest.mark.usefixtures("gpu_kernels_by_einsum")
 @pytest.mark.parametrize("backend", ["einsum", "pallas_gpu", "pallas_tpu"])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_attention_is_its_equation(backend, causal, monkeypatch):
     if backend != "einsum":  # As on the platform.
         monkeypatch.setattr(functional.kernels, "choose_backend", lambda *_: backend)
@@ -137,9 +139,14 @@ def test_attention_is_its_equation(backend, causal, monkeypatch):
         *arrays[:3], segments=(SEGMENTS, SEGMENTS), causal=causal, bias=arrays[3]
     )
     np.testing.assert_allclose(pair, expected, atol=2e-5)
-    gradients = jax.grad(lambda *x: jnp.sum(attend(*x) ** 2), argnums=(0, 1, 2, 3))(*arrays)
+
+    def gradients_of(*arrays):
+        square = jax.grad(lambda *x: jnp.sum(attend(*x) ** 2), argnums=(0, 1, 2, 3))
+        return jax.jit(square)(*arrays)
+
+    gradients = gradients_of(*arrays)
     monkeypatch.undo()
-    derived = jax.grad(lambda *x: jnp.sum(attend(*x) ** 2), argnums=(0, 1, 2, 3))(*arrays)
+    derived = gradients_of(*arrays)
     chex.assert_trees_all_close(gradients, derived, atol=2e-4)
 
 

@@ -64,8 +64,15 @@ def with_gradients(function, inputs):
 
 
 @needs_gpu_interpreter
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("dropout", [True, False])
+@pytest.mark.parametrize(
+    ("dropout", "bias"),
+    [
+        (True, True),
+        (False, False),
+        pytest.param(True, False, marks=pytest.mark.slow),
+        pytest.param(False, True, marks=pytest.mark.slow),
+    ],
+)
 def test_values_and_gradients_are_those_of_the_equations(bias, dropout):
     inputs = example(bias=bias, dropout=dropout)
     expected = with_gradients(reference, inputs)

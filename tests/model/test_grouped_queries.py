@@ -75,7 +75,7 @@ def logits_of(config, params, packed):
     )
 
 
-@pytest.mark.parametrize("packed", [None, True])
+@pytest.mark.parametrize("packed", [pytest.param(None, marks=SLOW), True])
 @pytest.mark.parametrize(
     ("kind", "groups"),
     [
@@ -99,7 +99,7 @@ def test_equals_as_many_heads_with_repeated_kernels(float64, kind, groups, packe
 
     repeat = functools.partial(with_repeated_kernels, heads=4, groups=groups)
     results = [
-        jax.value_and_grad(functools.partial(loss, *pair), has_aux=True)(params)
+        jax.jit(jax.value_and_grad(functools.partial(loss, *pair), has_aux=True))(params)
         for pair in ((config, lambda x: x), (whole, repeat))
     ]
     chex.assert_trees_all_close(*results, rtol=0, atol=1e-10)
@@ -136,14 +136,23 @@ def test_equals_pytorch(float64, causal):
         np.testing.assert_allclose(gradient, tensor.grad.numpy(), atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["sinusoidal", "rotary", "t5_relative"])
-@pytest.mark.parametrize("beams", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "beams"),
+    [
+        ("rotary", 2),
+        ("t5_relative", 1),
+        pytest.param("rotary", 1, marks=SLOW),
+        pytest.param("t5_relative", 2, marks=SLOW),
+        pytest.param("sinusoidal", 1, marks=SLOW),
+        pytest.param("sinusoidal", 2, marks=SLOW),
+    ],
+)
 def test_cached_steps_equal_the_whole_pass(kind, beams):
     """The cache stores the heads of keys and values, not those of queries."""
     config = dataclasses.replace(GROUPED, position_kind=kind)
     model, variables = Transformer(config), {"params": random_params(config)}
-    whole = model.apply(variables, SOURCE, TARGET)
-    encoded = model.apply(variables, SOURCE, method="encode")
+    whole = jax.jit(model.apply)(variables, SOURCE, TARGET)
+    encoded = jax.jit(functools.partial(model.apply, method="encode"))(variables, SOURCE)
     length = TARGET.shape[1]
     cache = model.apply(variables, encoded, SOURCE, beams, length, method="init_cache")
     assert all(layer.value.shape[1] == 2 for layer in cache.layers)
@@ -157,7 +166,7 @@ def test_cached_steps_equal_the_whole_pass(kind, beams):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("causal", [pytest.param(False, marks=SLOW), True])
 def test_kernels_equal_the_einsum(backend, causal):
     """With a bias of the scores, packed rows, and heads that a mesh does not shard."""
     rng = np.random.default_rng(0)
@@ -210,12 +219,14 @@ def test_a_grouped_model_computes_the_same_with_any_backend(backend, kind, remat
     def loss(params, config):
         return jnp.mean(jnp.square(logits_of(config, params, True)))
 
+    gradient = jax.jit(jax.value_and_grad(loss), static_argnums=1)
+
     assert "name=fused_attention" in str(
         jax.make_jaxpr(functools.partial(loss, config=fused))(params)
     )
     chex.assert_trees_all_close(
-        jax.value_and_grad(loss)(params, fused),
-        jax.value_and_grad(loss)(params, config),
+        gradient(params, fused),
+        gradient(params, config),
         rtol=2e-5,
         atol=2e-5,
     )

@@ -101,8 +101,15 @@ def test_the_chunked_loss_with_r_drop_is_the_formula_of_the_paper(float64, platf
         chex.assert_trees_all_close(in_chunks(*factors), expected[0], atol=1e-12)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 2.5])
-@pytest.mark.parametrize("weight", [0.3, 1.0])
+@pytest.mark.parametrize(
+    ("weight", "temperature"),
+    [
+        (0.3, 2.5),
+        (1.0, 1.0),
+        pytest.param(0.3, 1.0, marks=pytest.mark.slow),
+        pytest.param(1.0, 2.5, marks=pytest.mark.slow),
+    ],
+)
 def test_the_chunked_loss_with_distillation_is_the_formula_of_all_logits(
     float64, platform, temperature, weight
 ):

@@ -1,6 +1,7 @@
 """Guided alignment: the loss of the paper, which sharpens the alignments of a trained model."""
 
 import dataclasses
+import functools
 
 import chex
 import jax
@@ -42,8 +43,12 @@ def a_batch():
 
 @pytest.mark.parametrize(
     ("changes", "layer"),
-    [({}, 0), ({"scan_layers": False}, -1), ({"remat": "full"}, 1), ({"decoder_kind": "ssru"}, 0)],
-    ids=["loop", "unrolled", "remat", "ssru"],
+    [
+        pytest.param({}, 0, id="loop", marks=pytest.mark.slow),
+        pytest.param({"scan_layers": False}, -1, id="unrolled", marks=pytest.mark.slow),
+        pytest.param({"remat": "full"}, 1, id="remat"),
+        pytest.param({"decoder_kind": "ssru"}, 0, id="ssru"),
+    ],
 )
 def test_the_loss_is_the_formula_of_all_logits_and_weights(float64, changes, layer):
     changes = {"dtype": "float64", "param_dtype": "float64", **changes}
@@ -89,14 +94,17 @@ def test_the_loss_is_the_formula_of_all_logits_and_weights(float64, changes, lay
 
 
 def test_without_links_it_is_the_cross_entropy():
-    params, batch, key = fmt.init(CONFIG, jax.random.key(0)), a_batch(), jax.random.key(1)
+    params = jax.jit(fmt.init, static_argnums=0)(CONFIG, jax.random.key(0))
+    batch, key = a_batch(), jax.random.key(1)
     no_links = batch.replace(alignment=jnp.zeros_like(batch.alignment))
-    plain = fmt.cross_entropy(CONFIG, params, batch, key, smoothing=0.1)
-    without = fmt.guided_alignment(
-        CONFIG, params, batch.replace(alignment=None), key, weight=1.0, smoothing=0.1
+    cross_entropy, guided = (
+        jax.jit(functools.partial(loss, CONFIG, smoothing=0.1, **weight))
+        for loss, weight in ((fmt.cross_entropy, {}), (fmt.guided_alignment, {"weight": 1.0}))
     )
+    plain = cross_entropy(params, batch, key)
+    without = guided(params, batch.replace(alignment=None), key)
     chex.assert_trees_all_equal(without, plain)
-    zeros = fmt.guided_alignment(CONFIG, params, no_links, key, weight=1.0, smoothing=0.1)
+    zeros = guided(params, no_links, key)
     np.testing.assert_allclose(zeros.loss, plain.loss, rtol=1e-6)
     assert zeros.metrics["alignment"] == (0, 0)
 

@@ -668,8 +668,8 @@ T5_MODULE = [
     Mutation("logit scale", "logits", with_output("lm_head", lambda self, y, x: 4 * y)),
 ]
 
-CASES = [
-    pytest.param(family, mutation, id=f"{family}-{mutation.cause}-{mutation.site}")
+_EVERY_CASE = [
+    (family, mutation)
     for family, mutations in {
         "annotated": ANNOTATED,
         "jadore801120": JADORE801120,
@@ -684,3 +684,14 @@ CASES = [
     }.items()
     for mutation in mutations
 ]
+_FIRST_OF_CAUSE = {mutation.cause: mutation for _, mutation in reversed(_EVERY_CASE)}
+CASES = [
+    pytest.param(
+        family,
+        mutation,
+        id=f"{family}-{mutation.cause}-{mutation.site}",
+        marks=() if _FIRST_OF_CAUSE[mutation.cause] is mutation else pytest.mark.slow,
+    )
+    for family, mutation in _EVERY_CASE
+]
+"""Mutations of references; by default, one of each cause."""

@@ -7,6 +7,7 @@ import chex
 import numpy as np
 import pytest
 import torch
+from mutations import FAMILIES as OF_MUTATIONS
 from toy_references import ALL, ONE_OF_EACH, VARIANTS, Variant, others_are_slow
 
 from flaxformer_mt import interop, parity
@@ -36,19 +37,25 @@ def compare(variant: Variant, dtype: str) -> parity.Report:
     return report
 
 
-# Of the other variants, `test_references.py` compares logits and attention.
-@pytest.mark.parametrize("name", others_are_slow())
+# Of the other variants, `test_references.py` compares logits and attention, and
+# `test_mutations.py` compares every value of its families.
+@pytest.mark.parametrize(
+    "name",
+    others_are_slow(
+        quick=[ONE_OF_EACH[family] for family in ONE_OF_EACH if family not in OF_MUTATIONS]
+    ),
+)
 def test_every_value_and_gradient_in_float64(name):
     report = compare(ALL[name], "float64")
     assert report.passed, report
     assert max(row.max_rel for row in report.rows) < 1e-10
 
 
-# What float32 adds is its rounding, which two families show.
+# What float32 adds is its rounding, which one family shows.
 @pytest.mark.parametrize(
     "family",
     [
-        family if family in ("tunz", "marian") else pytest.param(family, marks=pytest.mark.slow)
+        family if family == "tunz" else pytest.param(family, marks=pytest.mark.slow)
         for family in ONE_OF_EACH
     ],
 )

@@ -256,12 +256,13 @@ def test_two_faults(model, first, second):
             ),
             {"source/embedding": "embedding scale", "logits": "bias missing"},
         ),
-        (
+        pytest.param(
             "jadore801120",
             all_of(with_values("encoder.layer_norm", eps=1e-5), with_values("", logit_scale=1.0)),
             {"encoder/embedding_norm": "norm epsilon", "logits": "logit scale"},
+            marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             "torch",
             all_of(
                 with_values("transformer.encoder.layers.0.norm1", eps=1e-3),
@@ -271,14 +272,16 @@ def test_two_faults(model, first, second):
                 "encoder/layers/0/self_attention_norm": "norm epsilon",
                 "decoder/layers/1/feed_forward/activated": "activation",
             },
+            marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             "t5",
             all_of(
                 with_values("encoder.block.0.layer.0.layer_norm", variance_epsilon=1e-3),
                 with_output("lm_head", lambda self, y, x: 4 * y),
             ),
             {"encoder/layers/0/self_attention_norm": "norm epsilon", "logits": "logit scale"},
+            marks=pytest.mark.slow,
         ),
         (
             "opennmt_t5",

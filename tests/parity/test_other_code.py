@@ -120,7 +120,7 @@ def test_masks_may_be_left_out_without_padding():
     assert not report.untapped
 
 
-@pytest.mark.parametrize("family", ["fairseq", "torch"])
+@pytest.mark.parametrize("family", ["fairseq", pytest.param("torch", marks=pytest.mark.slow)])
 def test_as_many_sentences_as_tokens(family):
     reference, hints, _ = published(family)
     pad = hints.get("pad_id", 0)

@@ -105,8 +105,21 @@ def command(saved, capsys):
     return execute
 
 
+FIRST_WRONG = {tuple(wrong): wrong for family in reversed(WRONG) for wrong in WRONG[family][::-1]}
+
+
+# By default, each setting is wrong in one family.
 @pytest.mark.parametrize(
-    ("family", "settings"), [(family, wrong) for family in WRONG for wrong in WRONG[family]]
+    ("family", "settings"),
+    [
+        pytest.param(
+            family,
+            wrong,
+            marks=() if FIRST_WRONG[tuple(wrong)] is wrong else pytest.mark.slow,
+        )
+        for family in WRONG
+        for wrong in WRONG[family]
+    ],
 )
 def test_a_wrong_setting_is_named(saved, family, settings):
     path, inputs, outputs, hints = saved(family)

@@ -59,7 +59,7 @@ def opennmt():
     return parts | {"opt": argparse.Namespace(**options)}
 
 
-@pytest.mark.parametrize("published", [jadore801120, fairseq, opennmt])
+@pytest.mark.parametrize("published", others_are_slow([jadore801120, fairseq, opennmt], [opennmt]))
 def test_what_a_checkpoint_says_of_itself_reaches_both_sides(published, tmp_path):
     path = tmp_path / "published.pt"
     torch.save(published(), path)
@@ -148,14 +148,20 @@ def test_shapes_that_do_not_fit_are_said():
 
 
 @pytest.mark.parametrize(
-    "settings", [{"scale_logits": False}, {"tie_embeddings": "source_target", "scale_logits": True}]
+    "settings",
+    [
+        pytest.param({"scale_logits": False}, marks=pytest.mark.slow),
+        {"tie_embeddings": "source_target", "scale_logits": True},
+    ],
 )
 def test_t5_scales_its_logits_as_the_settings_say(settings):
     assert check_family("t5", **ONE_LAYER, **settings).passed
 
 
 @pytest.mark.parametrize("family", others_are_slow(["torch", "annotated"], ["torch"]))
-@pytest.mark.parametrize("tie_embeddings", ["all", "source_target", "target_output"])
+@pytest.mark.parametrize(
+    "tie_embeddings", others_are_slow(["all", "source_target", "target_output"], ["all"])
+)
 def test_references_tie_what_the_settings_tie(family, tie_embeddings):
     assert check_family(family, **ONE_LAYER, tie_embeddings=tie_embeddings).passed
 

@@ -43,7 +43,10 @@ def test_targets_may_be_padded_on_the_left():
     assert outputs([[5, 2]], [[0, 1, 5]], **STARTS["start"]) == [[1, 5, 2]]
 
 
-@pytest.mark.parametrize("name", ["annotated_1000", "jadore801120_prj_all"])
+@pytest.mark.parametrize(
+    "name",
+    ["annotated_1000", pytest.param("jadore801120_prj_all", marks=pytest.mark.slow)],
+)
 def test_a_batch_may_be_filled_up_with_rows_of_padding(name):
     variant = VARIANTS[name]
     batch = np.array([[5, 6, 2], [0, 0, 0]]), np.array([[1, 5], [0, 0]])

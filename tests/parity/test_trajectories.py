@@ -56,6 +56,7 @@ def learned(found: parity.Trajectory) -> bool:
     return found.theirs.loss[-BATCHES:].mean() < found.theirs.loss[:BATCHES].mean()
 
 
+@pytest.mark.slow
 def test_layers_alone_may_be_given_tokens_of_a_larger_vocabulary():
     reference, config = small(DOUBLE_PROJECTION)
     batch = parity.example(config, rows=8)

@@ -307,8 +307,9 @@ def test_a_saved_run_is_a_run_folder(tmp_path, model):
     assert describe_run(folder)["step"] == 7
     assert json.loads((folder / "checkpoints" / "7" / "manifest.json").read_text())["files"]
     sentences = ["a dog runs", "the cat"]
-    translations = fmt.Translator.from_run(folder).translate(sentences)
-    assert translations == fmt.translate(config, params, tokenizers, sentences)
+    options = {"beam_size": 1, "max_length": 8}
+    translations = fmt.Translator.from_run(folder).translate(sentences, **options)
+    assert translations == fmt.translate(config, params, tokenizers, sentences, **options)
 
 
 def test_a_folder_that_exists_is_not_replaced(tmp_path, model):

@@ -1,6 +1,9 @@
 """Training as a user runs it: the run folder, continuation, options."""
 
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import chex
@@ -55,6 +58,48 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(finished, text, tmp_path
     )
     losses = {line["step"]: line["loss"] for line in metrics(workdir) if line["split"] == "valid"}
     assert losses[6] == metrics(finished)[4]["loss"]
+
+
+KILLED_AMID_A_SAVE = """
+import os, signal, sys
+
+def audit(event, arguments):
+    # A checkpoint has another name until it is whole.
+    if event == "os.rename" and str(arguments[1]).endswith("checkpoints/4"):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+sys.addaudithook(audit)
+from flaxformer_mt.cli import training
+training.train(training.parse_flags(sys.argv[1:]))
+"""
+
+
+def test_a_killed_run_goes_on_as_if_it_had_not_been(finished, text, tmp_path):
+    """Killed when all of a checkpoint but its name is written; test_kills.py kills at any time."""
+    workdir = tmp_path / "run"
+    arguments = flags(text, workdir, "--train.num-steps=6")
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED_AMID_A_SAVE, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    names = {path.name for path in (workdir / "checkpoints").iterdir()}
+    assert "2" in names
+    assert "4" not in names
+    training.train(training.parse_flags(arguments))
+    assert sorted(path.name for path in (workdir / "checkpoints").iterdir()) == sorted(
+        path.name for path in (finished / "checkpoints").iterdir()
+    )
+    chex.assert_trees_all_equal(
+        restore_params(workdir, "last")[1], restore_params(finished, "last")[1]
+    )
+    losses, expected = (
+        [(line["step"], line["split"], line["loss"]) for line in metrics(folder)]
+        for folder in (workdir, finished)
+    )
+    assert losses == expected
 
 
 @pytest.mark.slow  # Decided by tests/training: test_parallel.py and test_loop.py.

@@ -76,7 +76,7 @@ def nbytes(tree):
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
-@pytest.mark.parametrize("strategy", ["mesh", "pmap"])
+@pytest.mark.parametrize("strategy", ["mesh", pytest.param("pmap", marks=pytest.mark.slow)])
 def test_data_parallelism_adds_up_the_gradients(setup, strategy):
     tiny = setup.of(strategy, 8)
     state = tiny.state()

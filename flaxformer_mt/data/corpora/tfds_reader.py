@@ -102,15 +102,15 @@ def open_split(
     tfds = require_tfds()
     # The builders of WMT and Flores are registered when their class is first accessed.
     getattr(tfds.translate, path.partition("/")[0].title().replace("_", ""), None)
-    if is_folder:
-        _check_classes(tfds, Path(path, "features.json"))
+    if is_folder and (features := Path(path, "features.json")).is_file():
+        _check_classes(tfds, features)
     try:
         builder = tfds.builder_from_directory(path) if is_folder else tfds.builder(path)
         records = builder.as_data_source(
             split, deserialize_method=tfds.decode.DeserializeMethod.RAW_BYTES
         )
         len(records)  # Raises ValueError for "train[9:3]".
-        _check_lengths(builder.info.splits[split].file_instructions)
+        files = builder.info.splits[split].file_instructions
     except (ImportError, NotImplementedError) as error:
         raise UserError(_how_to_prepare(path, is_folder, prefix)) from error
     except Exception as error:  # Damaged metadata can raise anything.
@@ -120,6 +120,7 @@ def open_split(
     name = f"{path}/{split}"
 
     def pairs(bad_rows: BadRows) -> Iterator[tuple[str, str]]:
+        _check_lengths(files, name)
         found = _pairs(records, take, name, bad_rows)
         first = next(found, None)
         if first is not None:
@@ -154,16 +155,19 @@ def _check_classes(tfds: Any, path: Path) -> None:
             remaining += value
 
 
-def _check_lengths(files: Any) -> None:
+def _check_lengths(files: Any, name: str) -> None:
     from array_record.python.array_record_module import ArrayRecordReader
 
     for file in files:
-        with contextlib.closing(ArrayRecordReader(file.filename)) as reader:
-            found = reader.num_records()
+        try:
+            with contextlib.closing(ArrayRecordReader(file.filename)) as reader:
+                found = reader.num_records()
+        except RuntimeError:  # Reading will say what is damaged.
+            return
         if found != file.examples_in_shard:
-            raise ValueError(
-                f"{file.filename} has {found} examples, not {file.examples_in_shard} as in "
-                "dataset_info.json"
+            raise UserError(
+                f"{name} cannot be read: {file.filename} has {found} examples, not "
+                f"{file.examples_in_shard} as in dataset_info.json"
             )
 
 
