@@ -1,8 +1,7 @@
 """Commands on the checkpoints of a run folder: `inspect` and `average`."""
 
-from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 
@@ -37,7 +36,10 @@ def inspect(
     if as_json:
         output.print_json(description)
     else:
-        output.print_lines(f"{name}: {value}" for name, value in _flatten(description))
+        from flax.traverse_util import flatten_dict
+
+        values = flatten_dict(description, sep=".")
+        output.print_lines(f"{name}: {value}" for name, value in values.items())
 
 
 def average(
@@ -73,11 +75,3 @@ def average(
     steps = average_run(run, folder, last or best or 0, which, announce=output.print_note)
     listed = ", ".join(map(str, steps))
     output.print_lines([f"{folder}: the mean of the checkpoints of steps {listed}"])
-
-
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value

@@ -1,7 +1,6 @@
 """Commands that process parallel text: `prepare` and `lexicon`."""
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -89,7 +88,8 @@ def prepare(
         "target-language": target_language,
     }
     for role in ("train", "valid", "test"):
-        split = _split_of(role, list(counts))
+        named = [split for split in counts if split.startswith(role)]
+        split = role if role in named else next(iter(named), "")
         if split or role == "test":  # Training needs the other two.
             options[f"{role}-split"] = split
     for name, corpus in corpora.items():
@@ -103,11 +103,6 @@ def prepare(
             + " ".join(f"--data.{name}={value}" for name, value in options.items()),
         ]
     )
-
-
-def _split_of(role: str, splits: Sequence[str]) -> str:
-    named = [split for split in splits if split.startswith(role)]
-    return role if role in named else next(iter(named), "")
 
 
 def _split_and_files(setting: str) -> tuple[str, str]:

@@ -78,9 +78,5 @@ def status_line() -> Iterator[Callable[[str], None]]:
     """Yields a function that shows the current activity on the terminal, if there is one."""
     from rich.console import Console
 
-    console = Console(stderr=True)
-    if console.is_terminal:
-        with console.status("") as status:
-            yield status.update
-    else:
-        yield lambda text: None
+    with Console(stderr=True).status("") as status:
+        yield status.update

@@ -6,15 +6,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from flaxformer_mt.cli import output
-from flaxformer_mt.cli.options import (
-    DEFAULT_SEARCH,
-    CheckpointChoice,
-    DecodeOptions,
-    RunFolder,
-    require_runs,
-    require_writable,
-)
+from flaxformer_mt.cli import options, output
 from flaxformer_mt.config.fields import Bounds
 from flaxformer_mt.errors import UserError
 
@@ -51,20 +43,20 @@ def plot(
     from flaxformer_mt.plotting.drawing import format_of
 
     folders = [folder for group in run for folder in group]
-    require_runs(folders)
+    options.require_runs(folders)
     format_of(output_file)
-    require_writable(output_file)
+    options.require_writable(output_file)
     plot_curves(folders, metrics, x, smoothing).save(output_file)
     output.print_lines([str(output_file)])
 
 
 def attention(
-    run: RunFolder,
+    run: options.RunFolder,
     source: Annotated[str, tyro.conf.arg(metavar="TEXT")],
     output_file: Annotated[Path, tyro.conf.arg(name="output", metavar="FILE")],
     target: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None,
-    checkpoint: CheckpointChoice = "best",
-    decode: DecodeOptions = DEFAULT_SEARCH,
+    checkpoint: options.CheckpointChoice = "best",
+    decode: options.DecodeOptions = options.DEFAULT_SEARCH,
 ) -> None:
     r"""Shows what each token of a sentence attends to.
 
@@ -92,7 +84,7 @@ def attention(
     from flaxformer_mt.plotting.drawing import format_of
 
     format_of(output_file)
-    require_writable(output_file)
+    options.require_writable(output_file)
     from flaxformer_mt.decoding.attention_weights import sentence_attention
     from flaxformer_mt.decoding.translator import Translator
     from flaxformer_mt.runs.trained_model import load_run

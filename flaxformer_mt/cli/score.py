@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -86,8 +85,10 @@ def score(
     decode = dataclasses.replace(model.config.decode, **given)
     require_params(model.model, model.params, str(run))
     scorer = Scorer(model.config.model, model.params, model.tokenizers, decode)
+    lines = stream_parallel(source, target, *contrast)
+    candidates = ((line, translations) for line, *translations in lines)
     scored = track(
-        scorer.stream_candidates(_candidates(source, (target, *contrast)), alignment),
+        scorer.stream_candidates(candidates, alignment),
         "Scoring",
         console=Console(stderr=True),
         transient=True,
@@ -103,8 +104,3 @@ def score(
         output.print_lines(json.dumps(to_json(each, value), ensure_ascii=False) for each in scored)
     else:
         output.print_lines(to_text(each, value, tokens) for each in scored)
-
-
-def _candidates(source: Path, targets: Sequence[Path]) -> Iterator[tuple[str, list[str]]]:
-    for line, *translations in stream_parallel(source, *targets):
-        yield line, translations

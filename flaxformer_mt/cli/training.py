@@ -13,6 +13,7 @@ import tyro
 from flaxformer_mt import exit_codes, runtime
 from flaxformer_mt.cli import help_text
 from flaxformer_mt.config import ExperimentConfig
+from flaxformer_mt.config.experiment import groups
 from flaxformer_mt.config.files import load_config
 from flaxformer_mt.errors import prefixed
 from flaxformer_mt.interruption import Interruption
@@ -43,8 +44,7 @@ class Flags(ExperimentConfig):
 
     def experiment(self) -> ExperimentConfig:
         """Returns the configuration, without the options of the program."""
-        fields = dataclasses.fields(ExperimentConfig)
-        return ExperimentConfig(**{field.name: getattr(self, field.name) for field in fields})
+        return ExperimentConfig(**{name: getattr(self, name) for name in groups()})
 
 
 def parse_flags(arguments: Sequence[str], program: str = "train.py") -> Flags:
@@ -54,9 +54,6 @@ def parse_flags(arguments: Sequence[str], program: str = "train.py") -> Flags:
     path = finder.parse_known_args(arguments)[0].config
     with prefixed("--config: "):
         config = ExperimentConfig() if path is None else load_config(path)
-    defaults = {
-        field.name: getattr(config, field.name) for field in dataclasses.fields(ExperimentConfig)
-    }
     if {"-h", "--help"} & set(arguments):
         description, _, _ = inspect.cleandoc(train.__doc__ or "").partition("\nArgs:\n")
         print(help_text.wrap(description.replace("flaxformer-mt train", program)), end="\n\n")
@@ -66,11 +63,7 @@ def parse_flags(arguments: Sequence[str], program: str = "train.py") -> Flags:
         prog=program,
         description="",
         args=list(arguments),
-        default=Flags(
-            **defaults,
-            config=tyro.MISSING if path is None else path,
-            workdir=tyro.MISSING,
-        ),
+        default=Flags(**vars(config), config=path or tyro.MISSING, workdir=tyro.MISSING),
         registry=help_text.registry,
     )
 

@@ -8,12 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
-from flaxformer_mt.decoding.batching.search_programs import (
-    begin_search,
-    combine,
-    reorder_each,
-    step_function,
-)
+from flaxformer_mt.decoding.batching import search_programs as programs
 from flaxformer_mt.decoding.search.options import SearchOptions
 from flaxformer_mt.decoding.search.search import search
 from flaxformer_mt.decoding.search.state import unconstrained
@@ -142,11 +137,11 @@ def sample(
         keys=jax.random.bits(key, (len(tokens), 2), jnp.uint32)
     )
     params = jax.lax.stop_gradient(params)
-    begun = begin_search(
+    begun = programs.begin_search(
         (params,), tokens, constraints, options, configs=(config,), max_length=longest
     )
-    step = combine([step_function(config, params, options)], decode.ensemble)
-    found = search(step, reorder_each(reorder_cache), options, begun)
+    step = programs.combine([programs.step_function(config, params, options)], decode.ensemble)
+    found = search(step, programs.reorder_each(reorder_cache), options, begun)
     invalid = jnp.where(is_packed, jnp.nan, 0.0)
     is_token = jnp.arange(longest) < found.lengths[:, :, None]
     starts = jnp.full_like(found.tokens[..., :1], config.bos_id)

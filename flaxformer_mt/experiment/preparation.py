@@ -14,15 +14,7 @@ from flaxformer_mt.decoding.translator import check_search
 from flaxformer_mt.experiment.checks import require_effects, require_shared_vocabulary
 from flaxformer_mt.experiment.folder import require_shared
 from flaxformer_mt.experiment.parts import Experiment
-from flaxformer_mt.runs.folder import (
-    check_corpora,
-    check_vocabulary,
-    holds_run,
-    read_tokenizers,
-    update_config,
-    with_stored_start,
-    write_run,
-)
+from flaxformer_mt.runs import folder as run_folder
 from flaxformer_mt.runs.layout import CACHE
 from flaxformer_mt.training.objective import UserObjective, require_objective
 from flaxformer_mt.training.warm_start import require_parameters, require_vocabulary, tokenizer_path
@@ -54,9 +46,9 @@ def prepare(
         if write:
             require_shared(workdir)
     require_objective(given.train, objective)
-    continued = holds_run(workdir, given)
+    continued = run_folder.holds_run(workdir, given)
     if continued:
-        given = with_stored_start(workdir, given)
+        given = run_folder.with_stored_start(workdir, given)
     else:
         require_effects(given)
         require_parameters(given.train.init_from, given.model)
@@ -66,14 +58,14 @@ def prepare(
     for of_role in corpora.values():
         check_not_blank(of_role, given.model.has_inputs)
     if continued:
-        tokenizers = read_tokenizers(workdir)
-        check_corpora(workdir, corpora)
+        tokenizers = run_folder.read_tokenizers(workdir)
+        run_folder.check_corpora(workdir, corpora)
     else:
         if given.model.has_inputs and given.data.check_languages:
             check_languages(corpora["train"], [*corpora["valid"], *corpora["test"]])
         path = tokenizer_path(given)
         if path:
-            check_vocabulary(Path(path))
+            run_folder.check_vocabulary(Path(path))
         data = dataclasses.replace(given.data, tokenizer_path=path)
         tokenizers = Tokenizers.for_run(corpora["train"], data, given.model.has_inputs)
         given = dataclasses.replace(given, model=tokenizers.with_ids(given.model))
@@ -99,9 +91,9 @@ def prepare(
             held_out = [*corpora["valid"], *corpora["test"]]
             warn_of_shared_text(corpora["train"], held_out, given.data, given.model.has_inputs)
         if write and continued:
-            update_config(workdir, given)
+            run_folder.update_config(workdir, given)
         elif write:
-            write_run(workdir, given, corpora, tokenizers)
+            run_folder.write_run(workdir, given, corpora, tokenizers)
         distributed.barrier("data")
     # Collectives wait for a late process for a limited time, on CPUs for 30 s.
     distributed.barrier("experiment is prepared")

@@ -13,13 +13,7 @@ from jaxtyping import Bool, Float
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.config.model import DOT_PRODUCT
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.model.kernels.fused_attention import (
-    AttentionCase,
-    AttentionInputs,
-    AttentionOptions,
-    choose_backend,
-    fused_attention,
-)
+from flaxformer_mt.model.kernels import fused_attention as kernels
 from flaxformer_mt.model.kernels.packed_projections import packed_attention
 from flaxformer_mt.model.kernels.products import Biased, Shared
 from flaxformer_mt.model.linear import dense, to_residual
@@ -191,7 +185,7 @@ class MultiHeadAttention(nn.Module):
             return ""
         keys = attended.key.shape[2] if isinstance(attended, KeyValue) else attended.shape[1]
         queries = inputs.shape[0], c.num_heads, inputs.shape[1], c.key_width
-        case = AttentionCase(
+        case = kernels.AttentionCase(
             mesh_platform(),
             mesh_device_kind(),
             jnp.dtype(c.dtype),
@@ -199,7 +193,7 @@ class MultiHeadAttention(nn.Module):
             keys,
             c.value_width,
         )
-        backend = choose_backend(c.attention_backend, case)
+        backend = kernels.choose_backend(c.attention_backend, case)
         return "" if backend == "einsum" else backend
 
     def _fused(
@@ -214,11 +208,11 @@ class MultiHeadAttention(nn.Module):
     ) -> Array:
         c = self.config
         dropped = 0 if deterministic else self.dropout.threshold
-        options = AttentionOptions(
+        options = kernels.AttentionOptions(
             backend, visible.causal, dropped, interpret=mesh_platform() == "cpu"
         )
         arrays = functools.partial(
-            AttentionInputs,
+            kernels.AttentionInputs,
             query_segments=visible.query_segments,
             key_segments=visible.key_segments,
             bias=bias,
@@ -227,7 +221,7 @@ class MultiHeadAttention(nn.Module):
         is_plain = transform is None and c.scale_scores and not isinstance(attended, KeyValue)
         if backend != "pallas_gpu" or not is_plain:
             query, (key, value) = self._project_all(inputs, attended, transform)
-            return fused_attention(options, arrays(query, key, value))
+            return kernels.fused_attention(options, arrays(query, key, value))
         return packed_attention(
             options,
             (self.query, self.key, self.value),

@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 from flaxformer_mt.model.logical_axes import (
     constrain,
     dividing_axes,
-    mesh_of_rules,
     mesh_platform,
     num_parts,
     on_each_device,
@@ -102,9 +101,9 @@ def _sum_on_each_device(
 ) -> Array:
     """Sums gradients [B, T, D] by token as the table [V, D] is sharded: [V, D]."""
     size, width = shape
-    data = dividing_axes("lookup_batch", len(tokens)) if mesh_of_rules() else ()
-    columns = dividing_axes("lookup_embed", width) if mesh_of_rules() else ()
-    parts = dividing_axes("parts", size) if mesh_of_rules() else ()
+    data = dividing_axes("lookup_batch", len(tokens))
+    columns = dividing_axes("lookup_embed", width)
+    parts = dividing_axes("parts", size)
     local_size = size // num_parts("parts", size)
 
     def local(gradient: Array, tokens: Array) -> Array:

@@ -10,19 +10,13 @@ from jax import Array, lax
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.model import masks
 from flaxformer_mt.model.attention import KeyValue
 from flaxformer_mt.model.cache import Cache, KeyValueCache, LayerState, RecurrentState
 from flaxformer_mt.model.layers import Decoder, Encoder
 from flaxformer_mt.model.linear import dense, embedding_init
 from flaxformer_mt.model.logical_axes import constrain
 from flaxformer_mt.model.lookup import look_up
-from flaxformer_mt.model.masks import (
-    Mask,
-    ancestor_mask,
-    padding_mask,
-    sentence_starts,
-    visibility,
-)
 from flaxformer_mt.model.numerics import Dropout, at_least_float32
 from flaxformer_mt.model.positions import POSITION_KINDS, attention_positions
 
@@ -190,7 +184,7 @@ class Transformer(nn.Module):
                 deterministic,
                 return_attention is True,
             )
-            cross_visibility = visibility(
+            cross_visibility = masks.visibility(
                 decoder_input_tokens,
                 cast(Array, encoder_input_tokens),
                 decoder_segment_ids,
@@ -198,12 +192,12 @@ class Transformer(nn.Module):
                 pad_id=c.pad_id,
             )
 
-        self_mask: Mask
+        self_mask: masks.Mask
         if c.decoder_kind == "ssru":
             segments = decoder_segment_ids
-            self_mask = None if segments is None else sentence_starts(segments)
+            self_mask = None if segments is None else masks.sentence_starts(segments)
         else:
-            self_mask = visibility(
+            self_mask = masks.visibility(
                 decoder_input_tokens,
                 decoder_input_tokens,
                 decoder_segment_ids,
@@ -268,7 +262,7 @@ class Transformer(nn.Module):
         if encoded is not None and encoder_input_tokens is not None:
             stacked = self.decoder.project_encoded(encoded)
             cross = tuple(KeyValue(stacked.key[layer], stacked.value[layer]) for layer in layers)
-            cross_mask = padding_mask(encoder_input_tokens, c.pad_id)
+            cross_mask = masks.padding_mask(encoder_input_tokens, c.pad_id)
             batch_size = encoded.shape[0]
         if batch_size is None:
             raise ValueError("without inputs, init_cache needs batch_size")
@@ -310,7 +304,7 @@ class Transformer(nn.Module):
             cache.cross,
             cache.layers,
             positions,
-            ancestor_mask(ancestry, positions),
+            masks.ancestor_mask(ancestry, positions),
             cache.cross_mask,
             attention_positions(self.config, queries, keys, length),
         )
@@ -328,7 +322,7 @@ class Transformer(nn.Module):
         positions = _columns(length, positions)
         return self.encoder(
             self._with_positions(x, self.source_positions, positions, deterministic, length),
-            visibility(tokens, tokens, segment_ids, segment_ids, pad_id=c.pad_id),
+            masks.visibility(tokens, tokens, segment_ids, segment_ids, pad_id=c.pad_id),
             attention_positions(c, positions, positions, length),
             deterministic=deterministic,
             return_attention=return_attention,

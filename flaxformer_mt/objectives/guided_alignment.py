@@ -15,12 +15,7 @@ from flaxformer_mt.data.stream.batches import Batch
 from flaxformer_mt.model.functional import apply_to_batch, as_module
 from flaxformer_mt.model.numerics import at_least_float32
 from flaxformer_mt.objectives.chunked import CrossEntropyOptions
-from flaxformer_mt.objectives.cross_entropy import (
-    Params,
-    Sums,
-    cross_entropy,
-    sums_of_factors,
-)
+from flaxformer_mt.objectives.cross_entropy import Params, Sums, cross_entropy, sums_of_factors
 from flaxformer_mt.objectives.losses import Convention
 
 

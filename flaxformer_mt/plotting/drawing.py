@@ -90,12 +90,7 @@ def filled(template: str, **values: str) -> str:
 
 def page(title: str, style: str, *parts: str) -> str:
     """Returns a self-contained web page."""
-    head = f'<head><meta charset="utf-8"><title>{escape(title)}</title>'
-    view = '<meta name="viewport" content="width=device-width, initial-scale=1">'
-    start = f"<style>{style}</style></head>\n<body><h1>{escape(title)}</h1>"
-    return "\n".join(
-        ['<!DOCTYPE html>\n<html lang="en">', head, view, start, *parts, "</body></html>\n"]
-    )
+    return filled("page.html", title=escape(title), style=style, body="\n".join(parts))
 
 
 def to_inline_svg(figure: "Figure", name: str, colors: Mapping[str, str] = {}) -> str:

@@ -8,7 +8,6 @@ from flax import linen as nn
 
 from flaxformer_mt.config import TrainConfig
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.objectives.chunked import Term
 from flaxformer_mt.objectives.cross_entropy import Objective, Sums, cross_entropy
 from flaxformer_mt.objectives.distillation import Distillation
 from flaxformer_mt.objectives.guided_alignment import guided_alignment
@@ -29,36 +28,24 @@ def make_objective(
 
     `teacher` is the model of `config.teacher`, whose parameters are the objective's frozen tree.
     """
-    labels: Any = {
+    options: dict[str, Any] = {
         "smoothing": config.label_smoothing,
         "convention": config.label_smoothing_convention,
     }
     if config.guided_alignment_weight:
+        options["weight"] = config.guided_alignment_weight
+        options["layer"] = config.guided_alignment_layer
         return lambda params, batch, key, frozen: guided_alignment(
-            model,
-            params,
-            batch,
-            key,
-            weight=config.guided_alignment_weight,
-            layer=config.guided_alignment_layer,
-            **labels,
+            model, params, batch, key, **options
         )
-    term: Term | None = None
-    weight = 1.0
     if config.r_drop:
-        term = RDrop(config.r_drop)
+        options["term"] = RDrop(config.r_drop)
     elif config.teacher:
-        term = Distillation(config.distillation_weight, config.distillation_temperature)
-        weight = 1 - config.distillation_weight
+        weight = config.distillation_weight
+        options["term"] = Distillation(weight, config.distillation_temperature)
+        options["weight"] = 1 - weight
     return lambda params, batch, key, frozen: cross_entropy(
-        model,
-        params,
-        batch,
-        key,
-        term=term,
-        weight=weight,
-        teacher=None if teacher is None else (teacher, frozen),
-        **labels,
+        model, params, batch, key, teacher=None if teacher is None else (teacher, frozen), **options
     )
 
 

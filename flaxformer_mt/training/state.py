@@ -54,7 +54,6 @@ def create_state(
             opt_state=optimizer.init(trained),
             key=jax.random.key_data(dropout_key),
             ema=params if config.ema_decay else None,
-            skipped=jnp.zeros((), jnp.int32),
         )
 
     return create(key)

@@ -21,18 +21,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from flaxformer_mt.model.kernels import attention_blocks as blocks
 from flaxformer_mt.model.kernels.attention_blocks import (
-    LOWEST,
     AttentionOptions,
     Gradients,
     Operands,
     Saved,
-    dropout_factors,
-    kept_weights,
-    padded,
-    padded_operands,
-    score_gradients,
-    summed,
 )
 from flaxformer_mt.model.kernels.mosaic import launch, mosaic_gpu
 
@@ -66,7 +60,7 @@ class Vectors(NamedTuple):
 def forward(options: AttentionOptions, operands: Operands) -> tuple[Array, Saved]:
     """Computes the context [B, T, H, K] in the dtype of the query, and what `backward` needs."""
     length = operands.query.shape[1]
-    operands = padded_operands(operands, BLOCK, BLOCK)
+    operands = blocks.padded_operands(operands, BLOCK, BLOCK)
     rows, queries, heads, *_, width = operands.query.shape
     context, logsumexp = launch(
         _forward_kernel,
@@ -88,8 +82,8 @@ def backward(
 ) -> Gradients:
     """Computes the gradients from that of the context [B, T, H, K]."""
     vectors = [x for x in operands[:3] if x is not None]
-    operands = padded_operands(operands, BLOCK, BLOCK)
-    context, gradient = (padded(x, 1, BLOCK) for x in (saved.context, gradient))
+    operands = blocks.padded_operands(operands, BLOCK, BLOCK)
+    context, gradient = (blocks.padded(x, 1, BLOCK) for x in (saved.context, gradient))
     rows, queries, heads, width = context.shape
     # D of algorithm 2, line 4.
     along = jnp.sum(context.astype(jnp.float32) * gradient.astype(jnp.float32), axis=3)
@@ -116,7 +110,7 @@ def backward(
         kernel_name="attention_backward",
     )(operands, bias, gradient, saved.logsumexp, along.swapaxes(1, 2))
     gradients = [
-        summed(result[:, : x.shape[1]], x.shape[2])
+        blocks.summed(result[:, : x.shape[1]], x.shape[2])
         for result, x in zip(of_vectors, vectors, strict=True)
     ]
     sums = [jnp.sum(result, axis=2) for result in of_biases]
@@ -154,7 +148,7 @@ def _forward_kernel(options, inputs, context_ref, logsumexp_ref):
         start = (
             _full((BLOCK, query.shape[1]), 0.0, LAYOUT),
             # Higher than a hidden score, whose weight is then 0 in a block without others.
-            _full((BLOCK,), LOWEST / 2, LAYOUT.reduce(1)),
+            _full((BLOCK,), blocks.LOWEST / 2, LAYOUT.reduce(1)),
             _full((BLOCK,), 0.0, LAYOUT.reduce(1)),
         )
         context, highest, total = _stream(attend_to_block, [key, value], 0, stop, start)
@@ -287,7 +281,7 @@ class Scores(NamedTuple):
             rows, columns = (pl.ds(first, BLOCK) for first in firsts)
             block = self.vectors.bias.at[rows, columns]
             scaled += mosaic_gpu.load(block, layout=LAYOUT, optimized=False)
-        return jnp.where(visible, scaled, LOWEST)
+        return jnp.where(visible, scaled, blocks.LOWEST)
 
     def dropout_factors(self) -> Array | None:
         """Returns the factors, 0 or 1 / (1 - dropped), of the weights; None without dropout."""
@@ -295,15 +289,15 @@ class Scores(NamedTuple):
             return None
         words = self.of_queries(self.vectors.words)
         keys = (self.first_key + _iota(1 - self.query_axis)).astype(jnp.uint32)
-        kept = kept_weights(words, keys, self.options.dropout_threshold)
-        return dropout_factors(kept, self.options.dropped)
+        kept = blocks.kept_weights(words, keys, self.options.dropout_threshold)
+        return blocks.dropout_factors(kept, self.options.dropped)
 
     def gradients(self, scores: Array, of_weights: Array) -> tuple[Array, Array]:
         """Returns the weights after dropout, and the gradient of the scores."""
         # Algorithm 2, line 11.
         weights = jnp.exp(scores - self.of_queries(self.vectors.logsumexp))
         along = self.of_queries(self.vectors.along)
-        return score_gradients(weights, of_weights, along, self.dropout_factors())
+        return blocks.score_gradients(weights, of_weights, along, self.dropout_factors())
 
 
 def _views(arrays: Any, row: Any, head: Any) -> list[Any]:
@@ -345,11 +339,11 @@ def _with_blocks(body: Callable, arrays: list[Any], first: Any, *scratch: Any) -
         mosaic_gpu.barrier_wait(barrier)
         body(*buffers)
 
-    blocks = [
+    shared = [
         mosaic_gpu.SMEM((BLOCK, x.shape[1]), x.dtype, transforms=_transforms(x)) for x in arrays
     ]
     barrier = mosaic_gpu.Barrier(num_arrivals=len(arrays))
-    pl.run_scoped(load_and_run, barrier, *blocks, *scratch)
+    pl.run_scoped(load_and_run, barrier, *shared, *scratch)
 
 
 def _stream(body: Callable, arrays: list[Any], start: Any, stop: Any, carry: Any) -> Any:

@@ -12,19 +12,13 @@ from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec
 
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.model.kernels import attention_blocks as blocks
 from flaxformer_mt.model.kernels import gpu_refusal
 from flaxformer_mt.model.kernels.attention_blocks import (
-    LANES,
-    MAX_KEYS,
     AttentionOptions,
     Gradients,
     Operands,
     Saved,
-    dropout_factors,
-    heads_per_block,
-    kept_weights,
-    repeated,
-    visible_keys,
 )
 from flaxformer_mt.model.logical_axes import dividing_axes, on_each_device
 from flaxformer_mt.model.numerics import masked_softmax, random_uint16
@@ -93,10 +87,12 @@ def refusal(backend: str, case: AttentionCase) -> str:
     if backend == "pallas_gpu" and width not in (16, 32, 64, 128):
         return f"needs heads of width 16, 32, 64 or 128, not {width}"
     if backend == "pallas_tpu":
-        if heads_per_block(heads, width) is None:
-            return f"needs {LANES} features in a whole number of heads, not {heads} x {width}"
-        if case.key_length > MAX_KEYS:
-            return f"takes rows of at most {MAX_KEYS} keys, not {case.key_length}"
+        if blocks.heads_per_block(heads, width) is None:
+            return (
+                f"needs {blocks.LANES} features in a whole number of heads, not {heads} x {width}"
+            )
+        if case.key_length > blocks.MAX_KEYS:
+            return f"takes rows of at most {blocks.MAX_KEYS} keys, not {case.key_length}"
     return ""
 
 
@@ -265,9 +261,9 @@ def _bias_gradient(
     XLA drops it where the bias is not trained.
     """
     query, *key_value = _unpacked(operands)
-    key, value = (repeated(x, query.shape[2]) for x in key_value)
+    key, value = (blocks.repeated(x, query.shape[2]) for x in key_value)
     multiply = functools.partial(jnp.einsum, "bthk,bshk->bhts", preferred_element_type=jnp.float32)
-    visible = jax.vmap(lambda row, column: visible_keys(row, column, 0, 0, options.causal))(
+    visible = jax.vmap(lambda row, column: blocks.visible_keys(row, column, 0, 0, options.causal))(
         operands.query_segments[:, :, None], operands.key_segments[:, None]
     )[:, None]  # [B, 1, T, S]
 
@@ -279,8 +275,8 @@ def _bias_gradient(
     kept = operands.dropout
     if kept is not None and options.backend == "pallas_gpu":
         keys = jnp.arange(key.shape[1], dtype=jnp.uint32)
-        kept = kept_weights(kept[..., None], keys, options.dropout_threshold)
-    factors = dropout_factors(kept, options.dropped)
+        kept = blocks.kept_weights(kept[..., None], keys, options.dropout_threshold)
+    factors = blocks.dropout_factors(kept, options.dropped)
     of_weights = of_weights if factors is None else of_weights * factors
     return jax.vjp(weights, bias)[1](of_weights)[0]
 

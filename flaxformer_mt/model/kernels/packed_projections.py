@@ -6,23 +6,18 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from flaxformer_mt.model.kernels.fused_attention import (
-    AttentionInputs,
-    AttentionOptions,
-    fused_attention,
-    is_fused_attention,
-)
+from flaxformer_mt.model.kernels import fused_attention as kernels
 from flaxformer_mt.model.linear import Dense, linear
 from flaxformer_mt.model.logical_axes import constrain
 
 
 def packed_attention(
-    options: AttentionOptions,
+    options: kernels.AttentionOptions,
     maps: tuple[Dense, Dense, Dense],
     width: int,
     inputs: Array,
     attended: Array,
-    arrays: Callable[..., AttentionInputs],
+    arrays: Callable[..., kernels.AttentionInputs],
     recompute: bool,
 ) -> Array:
     """Projects queries, keys and values, and attends; the kernel adds the biases.
@@ -58,7 +53,7 @@ def packed_attention(
         return products.reshape(*x.shape[:-1], *kernel.shape[1:])  # [B, S, G, P, K]
 
     def attend(x: Array, of_keys: Array | None = None) -> Array:
-        return fused_attention(options, arrays(x, of_keys, None, **biases))
+        return kernels.fused_attention(options, arrays(x, of_keys, None, **biases))
 
     biases = {
         name: None if bias is None else heads_of(bias)
@@ -78,5 +73,5 @@ def packed_attention(
         return attend(multiply(x, kernel))
 
     if recompute:
-        project_and_attend = jax.checkpoint(project_and_attend, policy=is_fused_attention)
+        project_and_attend = jax.checkpoint(project_and_attend, policy=kernels.is_fused_attention)
     return project_and_attend(inputs, kernel_of(query, key, value))

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from google.protobuf.empty_pb2 import Empty
+from google.protobuf.unknown_fields import UnknownFieldSet
 
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs import atomic
@@ -126,27 +128,6 @@ def _messages(message: bytes, number: int, *inner: int) -> Iterator[bytes]:
 
     With further numbers, those of fields of these messages.
     """
-    position = 0
-    while position < len(message):
-        key, position = _varint(message, position)
-        kind = key & 7
-        if kind == 2:
-            size, position = _varint(message, position)
-            if key >> 3 == number:
-                value = message[position : position + size]
-                yield from _messages(value, *inner) if inner else (value,)
-            position += size
-        elif kind == 0:
-            _, position = _varint(message, position)
-        else:
-            position += {1: 8, 5: 4}[kind]
-
-
-def _varint(message: bytes, position: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = message[position]
-        value |= (byte & 0x7F) << shift
-        position, shift = position + 1, shift + 7
-        if byte < 0x80:
-            return value, position
+    for field in UnknownFieldSet(Empty.FromString(message)):
+        if field.field_number == number and isinstance(field.data, bytes):
+            yield from _messages(field.data, *inner) if inner else (field.data,)
