@@ -17,6 +17,11 @@ from safetensors import SafetensorError
 
 from flaxformer_mt.config import DataConfig, TransformerConfig
 from flaxformer_mt.data.tokenizers.dictionary_tokenizer import DictionaryTokenizer
+from flaxformer_mt.data.tokenizers.hub_tokenizer import (
+    LANGUAGE_LAST,
+    LAST_LANGUAGE_REFUSED,
+    HubTokenizer,
+)
 from flaxformer_mt.data.tokenizers.marian_tokenizer import (
     TARGET_VOCABULARY_FILE,
     TOKENIZER_CONFIG,
@@ -24,7 +29,7 @@ from flaxformer_mt.data.tokenizers.marian_tokenizer import (
     MarianTokenizer,
 )
 from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
-from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.input_files import parse_json, read_bytes, read_json
 from flaxformer_mt.interop import checkpoint_files
@@ -79,6 +84,8 @@ def read(
         search = _read_json(folder / GENERATION)
     with checkpoints.error_context(folder, family):
         tokenizers = Tokenizers.load(folder)
+        names = _read_json(folder / TOKENIZER_CONFIG, {})
+        class_notes = _tokenizer_class(settings, names, tokenizers.target)
         known = dict(hub.defaults)
         known |= {name: value for name, value in settings.items() if value is not None}
         known |= _end_of(known, tokenizers)
@@ -90,7 +97,7 @@ def read(
         for name, values in ((CONFIG, settings), (GENERATION, search)):
             _check_special_tokens(name, values, model)
         decode, notes = generation_config.to_decode(search, model, tokenizers.target)
-        notes += _allowed_padding(search, model, tokenizers)
+        notes += [*class_notes, *_allowed_padding(search, model, tokenizers)]
     start = "decoder_start_token_id"
     is_chosen = "bos_id" in (overrides or {})
     if all(values.get(start) is None for values in (known, search)) and not is_chosen:
@@ -113,7 +120,6 @@ def read(
         )
     carried = params.pop(CARRIED, {})
     kept[_CARRIED_FILE] = safetensors.numpy.save(carried, {"dtype": dtype})
-    names = _read_json(folder / TOKENIZER_CONFIG, {})
     config = experiment(model, _data(names, tokenizers), decode)
     return ModelBundle(config, params, tokenizers, kept), tuple(notes)
 
@@ -210,6 +216,29 @@ def _end_of(settings: Mapping[str, Any], tokenizers: Tokenizers) -> dict[str, An
     end = tokenizers.target.eos_id
     is_one = generation_config.is_one_of(end, settings.get("eos_token_id"))
     return {"eos_token_id": end} if is_one else {}
+
+
+def _tokenizer_class(
+    settings: Mapping[str, Any], names: Mapping[str, Any], target: Tokenizer
+) -> list[str]:
+    """Returns a note if the vocabulary is not read as the class that its settings name.
+
+    UserError if transformers takes another class, as nothing names one.
+    """
+    given = names.get("tokenizer_class")
+    if isinstance(target, HubTokenizer):
+        implied = "MBartTokenizer" if settings["model_type"] == "mbart" else None
+        implied = settings.get("tokenizer_class", implied)
+        if given is None and implied in LANGUAGE_LAST:
+            raise UserError(
+                f"no tokenizer_class is set, so that transformers takes {implied}: "
+                f"{LAST_LANGUAGE_REFUSED}; of mBART-50, set MBart50Tokenizer in {TOKENIZER_CONFIG}"
+            )
+        return [target.note] if target.note else []
+    ours = type(target).__name__
+    if given is None or str(given).removesuffix("Fast") == ours:
+        return []
+    return [f"tokenizer_class={given} is not that of its files: they are read as {ours}"]
 
 
 def _check_special_tokens(name: str, values: Mapping[str, Any], model: TransformerConfig) -> None:
