@@ -7,7 +7,7 @@ counterpart here, names of omitted tensors, and computed tables.
 """
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from flaxformer_mt.input_files import parse_json, read_bytes, read_json
 from flaxformer_mt.interop import checkpoint_files
 from flaxformer_mt.interop.adaptation import adapt
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
-from flaxformer_mt.interop.families import marian, t5
+from flaxformer_mt.interop.families import marian
 from flaxformer_mt.interop.formats import generation_config
 from flaxformer_mt.interop.formats.bundle import ModelBundle, experiment
 from flaxformer_mt.interop.formats.hub_families import HUB_FAMILIES, HubFamily
@@ -49,6 +49,7 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
 _CARRIED_FILE = "carried.safetensors"
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _INDEX = ".index.json"
+_NARROW = ("float16", "bfloat16")
 
 # All but one of tied tensors are omitted; this is the one.
 _WRITTEN = {"model.shared.weight", "shared.weight"}
@@ -75,8 +76,7 @@ def read(
             f"{folder / CONFIG} is of model_type={settings.get('model_type')}, not "
             f"{' or '.join(hub.architectures)}"
         )
-    tensors, dtype = _read_tensors(folder)
-    tensors = _of_whole_model(tensors, hub)
+    tensors, dtype = _read_tensors(folder, hub.family.ignores)
     kept = {CONFIG: read_bytes(folder / CONFIG)}
     search = settings
     if (folder / GENERATION).exists():
@@ -89,9 +89,8 @@ def read(
         known = dict(hub.defaults)
         known |= {name: value for name, value in settings.items() if value is not None}
         known |= _end_of(known, tokenizers)
-        model, params = checkpoints.from_checkpoint(
-            hub.family, PublishedCheckpoint(tensors, known), dict(overrides or {})
-        )
+        checkpoint = checkpoints.unwrapped(hub.family, PublishedCheckpoint(tensors, known))
+        model, params = checkpoints.from_checkpoint(hub.family, checkpoint, dict(overrides or {}))
         _check_sizes(settings, hub.sizes, model)
         _check_tokenizers(model, tokenizers)
         for name, values in ((CONFIG, settings), (GENERATION, search)):
@@ -176,29 +175,16 @@ def _read_json(path: Path, default: Mapping[str, Any] | None = None) -> dict[str
     return values
 
 
-def _read_tensors(folder: Path) -> tuple[dict[str, np.ndarray], str]:
-    """Returns all tensors, float16 as float32, and the dtype that most of them had."""
+def _read_tensors(
+    folder: Path, ignores: Callable[[Any], bool] = lambda name: False
+) -> tuple[dict[str, np.ndarray], str]:
+    """Returns all tensors, narrow ones as float32, and the dtype that most of them had."""
     for name in _WEIGHTS:
         if (folder / name).exists():
-            return checkpoint_files.read_widened([folder / name])
+            return checkpoint_files.read_widened([folder / name], ignores)
         if (folder / (name + _INDEX)).exists():
-            return checkpoint_files.read_widened(_shards(folder / (name + _INDEX)))
+            return checkpoint_files.read_widened(_shards(folder / (name + _INDEX)), ignores)
     raise UserError(f"{folder} has no {' and no '.join(_WEIGHTS)}")
-
-
-def _of_whole_model(tensors: dict[str, np.ndarray], hub: HubFamily) -> dict[str, np.ndarray]:
-    """Returns the tensors by the names in a model with an output layer.
-
-    A folder that was saved from a model without one, such as BartModel, has names without prefix.
-    """
-    has_prefix = any(name.startswith(("model.", "lm_head.")) for name in tensors)
-    if has_prefix or hub.family is t5.FAMILY:  # T5's names have none.
-        return tensors
-    found = {f"model.{name}": tensor for name, tensor in tensors.items()}
-    table = tensors.get("shared.weight")
-    if marian.BIAS in hub.family.constants and table is not None:
-        found[marian.BIAS] = np.zeros((1, len(table)), table.dtype)
-    return found
 
 
 def _shards(index: Path) -> list[Path]:
@@ -348,7 +334,7 @@ def _parse_carried(content: bytes) -> tuple[dict[str, np.ndarray], str]:
         tensors = safetensors.numpy.load(content)
     except (SafetensorError, LookupError, TypeError, ValueError, RecursionError) as error:
         raise UserError(f"{ORIGIN}/{_CARRIED_FILE} is damaged: {first_line(error)}") from error
-    if dtype not in ("float16", "float32", "float64"):
+    if dtype not in (*_NARROW, "float32", "float64"):
         raise UserError(f"{ORIGIN}/{_CARRIED_FILE} is damaged: its dtype is {dtype!r}")
     return tensors, dtype
 
@@ -366,11 +352,10 @@ def _dtype(kept: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict[s
     transformers 5 calls it "dtype", earlier versions "torch_dtype".
     """
     wide = {tensor.dtype.name for tensor in tensors.values()} == {"float32"}
-    narrow = ("float16", "bfloat16")
     return {
         name: "float32"
         for name in ("dtype", "torch_dtype")
-        if wide and str(kept.get(name)).removeprefix("torch.") in narrow
+        if wide and str(kept.get(name)).removeprefix("torch.") in _NARROW
     }
 
 
