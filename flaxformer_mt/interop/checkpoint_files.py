@@ -4,7 +4,7 @@ import argparse
 import collections
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -103,11 +103,15 @@ def identical(a: np.ndarray, b: np.ndarray) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
-def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> PublishedCheckpoint:
+def read(
+    source: str | os.PathLike[str] | Mapping[str, Any],
+    ignores: Callable[[Any], bool] = lambda name: False,
+) -> PublishedCheckpoint:
     """Reads a safetensors file, a PyTorch file, or a state dict in memory.
 
     The kind of file is detected from its content, not its name. A state dict may contain PyTorch
     tensors or numpy arrays, and may be nested in another dict under one of `STATE_DICT_KEYS`.
+    Tensors of names that `ignores` accepts are left out, whatever they are.
 
     Raises:
       TypeError: `source` is neither a path nor a mapping.
@@ -123,9 +127,7 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> PublishedCheckpo
     if not isinstance(content, Mapping):
         raise UserError(f"a {type(content).__name__}, not a state dict")
     if not any(isinstance(value, Mapping) for value in content.values()):
-        return PublishedCheckpoint(
-            {name: to_numpy(name, value) for name, value in content.items()}, {}
-        )
+        return PublishedCheckpoint(_arrays(content, ignores), {})
     training = {
         key: vars(value) if isinstance(value, argparse.Namespace) else value
         for key, value in content.items()
@@ -136,14 +138,18 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> PublishedCheckpo
         return next(found, None)
 
     return PublishedCheckpoint(
-        {name: to_numpy(name, value) for name, value in _state_dict(content).items()},
+        _arrays(_state_dict(content), ignores),
         first(SETTINGS_KEYS) or {},
         first(OPTIMIZER_KEYS),
     )
 
 
-def read_widened(paths: Sequence[Path]) -> tuple[dict[str, np.ndarray], str]:
-    """Reads the tensors of one or more files, converting float16 to float32.
+def read_widened(
+    paths: Sequence[Path], ignores: Callable[[Any], bool]
+) -> tuple[dict[str, np.ndarray], str]:
+    """Reads the tensors of one or more files, converting float16 and bfloat16 to float32.
+
+    Tensors of names that `ignores` accepts are left out.
 
     Returns:
       The tensors, and the dtype that most of them had in the files.
@@ -159,11 +165,13 @@ def read_widened(paths: Sequence[Path]) -> tuple[dict[str, np.ndarray], str]:
             if not isinstance(content, Mapping):
                 raise UserError(f"a {type(content).__name__}, not a state dict")
             for name, value in content.items():
+                if ignores(name):
+                    continue
                 if name in tensors:
                     raise UserError(f"tensor {name} is in another file as well")
                 dtype = str(getattr(value, "dtype", "")).removeprefix("torch.")
-                if dtype == "float16":
-                    value = _array(name, value).astype(np.float32)
+                if dtype in ("float16", "bfloat16"):
+                    value = value.float() if hasattr(value, "detach") else value.astype("float32")
                 tensors[name] = to_numpy(name, value)
                 dtypes[dtype] += 1
     return tensors, dtypes.most_common(1)[0][0] if dtypes else "float32"
@@ -252,6 +260,10 @@ def _state_dict(content: Mapping[str, Any]) -> Mapping[str, Any]:
                 for name, tensor in tensors.items()
             }
     raise UserError(f"no state dict under any of the keys {', '.join(STATE_DICT_KEYS)}")
+
+
+def _arrays(content: Mapping[Any, Any], ignores: Callable[[Any], bool]) -> dict[str, np.ndarray]:
+    return {name: to_numpy(name, value) for name, value in content.items() if not ignores(name)}
 
 
 def to_numpy(name: Any, value: Any) -> np.ndarray:

@@ -8,11 +8,12 @@ that of the settings: "fra_Latn Bonjour".
 import contextlib
 import functools
 import hashlib
+import itertools
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from flaxformer_mt.data.tokenizers.base import Tokenizer
 from flaxformer_mt.data.tokenizers.marian_tokenizer import (
@@ -38,20 +39,36 @@ _SPECIAL = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
 """Special tokens, unless they are in the settings."""
 _SOURCE_LANGUAGES = {"NllbTokenizer": "eng_Latn", "MBart50Tokenizer": "en_XX"}
 """The source language of each class of multilingual vocabularies, unless it is in the settings."""
-_LANGUAGE = re.compile(r"[a-z]{2,3}_[A-Z][A-Za-z]+")
-"""The names of languages in these vocabularies."""
-_STARTED = ("BartTokenizer", "RobertaTokenizer")
-"""Classes whose sentences begin with `<s>`."""
-_LANGUAGE_LAST = ("MBartTokenizer", "PLBartTokenizer")
+_BYTE_LEVEL = {"BartTokenizer": "<s>", "RobertaTokenizer": "<s>"}
+_FIRST = {**_SOURCE_LANGUAGES, **_BYTE_LEVEL, "T5Tokenizer": None}
+"""What sentences begin with, by the class of the tokenizer. transformers ends them with `</s>`, and
+ignores the post-processor of `tokenizer.json`, which all other classes follow."""
+_NO_CLASS = "None"
+_GENERAL = ("PreTrainedTokenizer", "TokenizersBackend")
+"""Classes of vocabularies of any kind."""
+LANGUAGE_LAST = ("MBartTokenizer", "PLBartTokenizer")
 """Classes whose sentences end with their language."""
+_LANGUAGE = re.compile(r"[a-z]{2,3}_[A-Z][A-Za-z]+(_\w+)?")
+"""The usual names of languages in these vocabularies."""
+_WORD = re.compile(r"[a-z][\w-]*")
+"""Other names of languages: special tokens, but not "<mask>" or "[ENT]"."""
 
 
+LAST_LANGUAGE_REFUSED = (
+    "a vocabulary that puts the language after the end of a sentence is not supported"
+)
 _BYTE_LEVEL_SPACE = "\u0120"
 """How pieces of byte-level vocabularies begin that follow a space."""
 
 
 class HubTokenizer(Tokenizer):
-    """The source or target side of a vocabulary."""
+    """The source or target side of a vocabulary.
+
+    Attributes:
+      note: what of the settings is not followed, in a line; "" = nothing.
+    """
+
+    note = ""
 
     def __init__(
         self, files: TokenizerFiles, side: Literal["source", "target"], folder: str = ""
@@ -75,12 +92,14 @@ class HubTokenizer(Tokenizer):
             ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
         settings = read_object(files, TOKENIZER_CONFIG, folder)
         kind = str(settings.get("tokenizer_class")).removesuffix("Fast")
-        if kind in _LANGUAGE_LAST or settings.get("legacy_behaviour"):
-            raise UserError(
-                f"{settings_label}: a vocabulary that puts the language after the end of a "
-                "sentence is not supported"
-            )
+        if kind in LANGUAGE_LAST or settings.get("legacy_behaviour"):
+            raise UserError(f"{settings_label}: {LAST_LANGUAGE_REFUSED}")
         is_bytes = isinstance(self._tokenizer.decoder, tokenizers.decoders.ByteLevel)
+        if kind in _FIRST and is_bytes != (kind in _BYTE_LEVEL):
+            raise UserError(
+                f"{settings_label}: tokenizer_class={kind} does not fit {VOCABULARY_FILE}, which "
+                f"is {'' if is_bytes else 'not '}a byte-level vocabulary: remove tokenizer_class"
+            )
         self._own_space = _BYTE_LEVEL_SPACE if is_bytes else SPACE
         self._cleans_up = bool(settings.get("clean_up_tokenization_spaces"))
         self.vocab_size = max(ids, default=-1) + 1
@@ -89,22 +108,59 @@ class HubTokenizer(Tokenizer):
                 name: content(settings.get(name) or default) for name, default in _SPECIAL.items()
             }
         self.pad_id, self.eos_id, self.unk_id = (self._id(name, label) for name in named.values())
-        self.bos_id = self.eos_id if kind in (*_SOURCE_LANGUAGES, *_STARTED) else self.pad_id
-        if kind in _SOURCE_LANGUAGES:
-            added = self._tokenizer.get_added_tokens_decoder()
-            self.language_ids = frozenset(
-                token for token, entry in added.items() if _LANGUAGE.fullmatch(entry.content)
+        first = _FIRST[kind] if kind in _FIRST else self._first_of_template(label)
+        self.bos_id = self.pad_id if first is None else self.eos_id
+        languages = self._languages(settings)
+        if kind in _SOURCE_LANGUAGES or first in languages:
+            self.language_ids = frozenset(languages.values())
+            if kind in (*_SOURCE_LANGUAGES, _NO_CLASS):
+                source = settings.get("src_lang") or first
+                first = source if side == "source" else settings.get("tgt_lang")
+        self.first_id = None if first is None else self._id(str(first), label)
+        follows_template = kind not in (*_FIRST, _NO_CLASS)
+        if follows_template and (self.language_ids or kind not in _GENERAL):
+            self.note = (
+                f"tokenizer_class={kind} has no rules of its own: as in transformers, sentences "
+                f"begin with {first or 'their first piece'}, as the post-processor of "
+                f"{VOCABULARY_FILE} says"
             )
-            language = settings.get("src_lang") or _SOURCE_LANGUAGES[kind]
-            if side == "target":
-                language = settings.get("tgt_lang")
-            if language is not None:
-                self.first_id = self._id(str(language), label)
-        elif kind in _STARTED:
-            self.first_id = self._id("<s>", label)
+            if self.language_ids:
+                self.note += (
+                    "; to follow src_lang and tgt_lang, set tokenizer_class to "
+                    f"{' or '.join(_SOURCE_LANGUAGES)}"
+                )
         digest = hashlib.sha256(files[VOCABULARY_FILE])
         digest.update(f"{named} {self.first_id} {self._cleans_up}".encode())
         self.fingerprint = digest.hexdigest()
+
+    def _first_of_template(self, label: Path) -> str | None:
+        """Returns the token that the post-processor puts before a sentence, if any."""
+        encoding = self._tokenizer.encode("a")
+        added = list(zip(encoding.tokens, encoding.special_tokens_mask, strict=True))
+        first, last = (
+            [token for token, _ in itertools.takewhile(lambda each: each[1], order)]
+            for order in (added, reversed(added))
+        )
+        end = self._tokenizer.id_to_token(self.eos_id)
+        if last != [end] or len(first) > 1:
+            names = [" ".join(tokens) or "nothing" for tokens in (first, reversed(last))]
+            raise UserError(
+                f"{label}: its post-processor puts {names[0]} before sentences and {names[1]} "
+                f"after them: only one token before and {end} after them are supported"
+            )
+        return first[0] if first else None
+
+    def _languages(self, settings: Mapping[str, Any]) -> dict[str, int]:
+        """Returns the ids of the tokens that name languages, where there are languages."""
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        chosen = (settings.get("src_lang"), settings.get("tgt_lang"))
+        return {
+            entry.content: token
+            for token, entry in added
+            if _LANGUAGE.fullmatch(entry.content)
+            or (entry.special and _WORD.fullmatch(entry.content))
+            or entry.content in chosen
+        }
 
     def _id(self, token: str, label: Path) -> int:
         found = self._tokenizer.token_to_id(token)

@@ -10,7 +10,7 @@ Fields that do not follow from shapes are read from the settings, which are thos
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.interop.families import marian
 from flaxformer_mt.interop.families.fairseq import LAYER_ORDER
-from flaxformer_mt.interop.families.mbart import TABLES, sizes
+from flaxformer_mt.interop.families.mbart import IGNORED, TABLES, sizes
 from flaxformer_mt.interop.weight_maps.family import Family
 from flaxformer_mt.interop.weight_maps.layers import stack_norms
 from flaxformer_mt.interop.weight_maps.rules import TensorRule, tied
@@ -36,4 +36,6 @@ FAMILY = Family(
         "lm_head", "weight", "bias",
     ),
     omitted=lambda config: frozenset(TABLES),
+    ignored={**IGNORED, "weights": "are the sinusoids, which are computed"},
+    base=marian.BASE,
 )  # fmt: skip

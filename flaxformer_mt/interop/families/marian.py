@@ -30,7 +30,12 @@ TARGET = "model.decoder.embed_tokens.weight"
 OUTPUT = "lm_head.weight"
 BIAS = "final_logits_bias"
 TABLES = ("model.encoder.embed_positions.weight", "model.decoder.embed_positions.weight")
-LAYERS = fairseq.layers("model.")
+BASE = "model."
+IGNORED = {
+    "position_ids": "are the numbers 0, 1, 2, ...",
+    "n_averaged": "counts what torch.optim.swa_utils.AveragedModel has averaged",
+}
+LAYERS = fairseq.layers(BASE)
 
 FIELDS_OF_SETTINGS = {
     "encoder_attention_heads": "num_heads",
@@ -127,4 +132,6 @@ FAMILY = Family(
     ),
     omitted=_omitted,
     constants=frozenset({BIAS}),
+    ignored=IGNORED,
+    base=BASE,
 )  # fmt: skip

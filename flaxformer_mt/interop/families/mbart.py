@@ -21,6 +21,11 @@ from flaxformer_mt.interop.weight_maps.rules import TensorRule, row, same, tied
 TABLES = (SHARED, SOURCE, TARGET, OUTPUT)
 """The names of the one table of embeddings."""
 POSITIONS = "embed_positions.weight"
+IGNORED = {
+    **marian.IGNORED,
+    "version": "numbers the format of fairseq's modules",
+    "_float_tensor": "tells fairseq's sinusoids their dtype",
+}
 _UNUSED_POSITIONS = 2
 """Rows at the beginning of the position tables that nothing reads."""
 
@@ -70,4 +75,6 @@ FAMILY = Family(
     ),
     omitted=lambda config: frozenset(TABLES),
     constants=frozenset({BIAS}),
+    ignored=IGNORED,
+    base=marian.BASE,
 )  # fmt: skip

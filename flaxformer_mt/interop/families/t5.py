@@ -14,6 +14,7 @@ from typing import Any
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
+from flaxformer_mt.interop.families.marian import IGNORED
 from flaxformer_mt.interop.weight_maps.family import Family, fields_of_settings
 from flaxformer_mt.interop.weight_maps.layers import Layers, stack_norms
 from flaxformer_mt.interop.weight_maps.rules import TensorRule, same, tied, transposed, unused
@@ -179,6 +180,7 @@ FAMILY = Family(
         "wi_0", "wi_1", "wo", "layer_norm", "final_layer_norm", "lm_head", "weight",
     ),
     omitted=_omitted,
+    ignored=IGNORED,
     layout_of_tensors=_layout,
     layout_of_params=lambda arrays, carried: _layout(carried),
 )  # fmt: skip

@@ -7,7 +7,7 @@ counterpart here, names of omitted tensors, and computed tables.
 """
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,11 @@ from safetensors import SafetensorError
 
 from flaxformer_mt.config import DataConfig, TransformerConfig
 from flaxformer_mt.data.tokenizers.dictionary_tokenizer import DictionaryTokenizer
+from flaxformer_mt.data.tokenizers.hub_tokenizer import (
+    LANGUAGE_LAST,
+    LAST_LANGUAGE_REFUSED,
+    HubTokenizer,
+)
 from flaxformer_mt.data.tokenizers.marian_tokenizer import (
     TARGET_VOCABULARY_FILE,
     TOKENIZER_CONFIG,
@@ -24,13 +29,13 @@ from flaxformer_mt.data.tokenizers.marian_tokenizer import (
     MarianTokenizer,
 )
 from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
-from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.input_files import parse_json, read_bytes, read_json
 from flaxformer_mt.interop import checkpoint_files
 from flaxformer_mt.interop.adaptation import adapt
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
-from flaxformer_mt.interop.families import marian, t5
+from flaxformer_mt.interop.families import marian
 from flaxformer_mt.interop.formats import generation_config
 from flaxformer_mt.interop.formats.bundle import ModelBundle, experiment
 from flaxformer_mt.interop.formats.hub_families import HUB_FAMILIES, HubFamily
@@ -44,6 +49,7 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
 _CARRIED_FILE = "carried.safetensors"
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _INDEX = ".index.json"
+_NARROW = ("float16", "bfloat16")
 
 # All but one of tied tensors are omitted; this is the one.
 _WRITTEN = {"model.shared.weight", "shared.weight"}
@@ -70,8 +76,7 @@ def read(
             f"{folder / CONFIG} is of model_type={settings.get('model_type')}, not "
             f"{' or '.join(hub.architectures)}"
         )
-    tensors, dtype = _read_tensors(folder)
-    tensors = _of_whole_model(tensors, hub)
+    tensors, dtype = _read_tensors(folder, hub.family.ignores)
     kept = {CONFIG: read_bytes(folder / CONFIG)}
     search = settings
     if (folder / GENERATION).exists():
@@ -79,18 +84,19 @@ def read(
         search = _read_json(folder / GENERATION)
     with checkpoints.error_context(folder, family):
         tokenizers = Tokenizers.load(folder)
+        names = _read_json(folder / TOKENIZER_CONFIG, {})
+        class_notes = _tokenizer_class(settings, names, tokenizers.target)
         known = dict(hub.defaults)
         known |= {name: value for name, value in settings.items() if value is not None}
         known |= _end_of(known, tokenizers)
-        model, params = checkpoints.from_checkpoint(
-            hub.family, PublishedCheckpoint(tensors, known), dict(overrides or {})
-        )
+        checkpoint = checkpoints.unwrapped(hub.family, PublishedCheckpoint(tensors, known))
+        model, params = checkpoints.from_checkpoint(hub.family, checkpoint, dict(overrides or {}))
         _check_sizes(settings, hub.sizes, model)
         _check_tokenizers(model, tokenizers)
         for name, values in ((CONFIG, settings), (GENERATION, search)):
             _check_special_tokens(name, values, model)
         decode, notes = generation_config.to_decode(search, model, tokenizers.target)
-        notes += _allowed_padding(search, model, tokenizers)
+        notes += [*class_notes, *_allowed_padding(search, model, tokenizers)]
     start = "decoder_start_token_id"
     is_chosen = "bos_id" in (overrides or {})
     if all(values.get(start) is None for values in (known, search)) and not is_chosen:
@@ -113,7 +119,6 @@ def read(
         )
     carried = params.pop(CARRIED, {})
     kept[_CARRIED_FILE] = safetensors.numpy.save(carried, {"dtype": dtype})
-    names = _read_json(folder / TOKENIZER_CONFIG, {})
     config = experiment(model, _data(names, tokenizers), decode)
     return ModelBundle(config, params, tokenizers, kept), tuple(notes)
 
@@ -170,29 +175,16 @@ def _read_json(path: Path, default: Mapping[str, Any] | None = None) -> dict[str
     return values
 
 
-def _read_tensors(folder: Path) -> tuple[dict[str, np.ndarray], str]:
-    """Returns all tensors, float16 as float32, and the dtype that most of them had."""
+def _read_tensors(
+    folder: Path, ignores: Callable[[Any], bool] = lambda name: False
+) -> tuple[dict[str, np.ndarray], str]:
+    """Returns all tensors, narrow ones as float32, and the dtype that most of them had."""
     for name in _WEIGHTS:
         if (folder / name).exists():
-            return checkpoint_files.read_widened([folder / name])
+            return checkpoint_files.read_widened([folder / name], ignores)
         if (folder / (name + _INDEX)).exists():
-            return checkpoint_files.read_widened(_shards(folder / (name + _INDEX)))
+            return checkpoint_files.read_widened(_shards(folder / (name + _INDEX)), ignores)
     raise UserError(f"{folder} has no {' and no '.join(_WEIGHTS)}")
-
-
-def _of_whole_model(tensors: dict[str, np.ndarray], hub: HubFamily) -> dict[str, np.ndarray]:
-    """Returns the tensors by the names in a model with an output layer.
-
-    A folder that was saved from a model without one, such as BartModel, has names without prefix.
-    """
-    has_prefix = any(name.startswith(("model.", "lm_head.")) for name in tensors)
-    if has_prefix or hub.family is t5.FAMILY:  # T5's names have none.
-        return tensors
-    found = {f"model.{name}": tensor for name, tensor in tensors.items()}
-    table = tensors.get("shared.weight")
-    if marian.BIAS in hub.family.constants and table is not None:
-        found[marian.BIAS] = np.zeros((1, len(table)), table.dtype)
-    return found
 
 
 def _shards(index: Path) -> list[Path]:
@@ -210,6 +202,29 @@ def _end_of(settings: Mapping[str, Any], tokenizers: Tokenizers) -> dict[str, An
     end = tokenizers.target.eos_id
     is_one = generation_config.is_one_of(end, settings.get("eos_token_id"))
     return {"eos_token_id": end} if is_one else {}
+
+
+def _tokenizer_class(
+    settings: Mapping[str, Any], names: Mapping[str, Any], target: Tokenizer
+) -> list[str]:
+    """Returns a note if the vocabulary is not read as the class that its settings name.
+
+    UserError if transformers takes another class, as nothing names one.
+    """
+    given = names.get("tokenizer_class")
+    if isinstance(target, HubTokenizer):
+        implied = "MBartTokenizer" if settings["model_type"] == "mbart" else None
+        implied = settings.get("tokenizer_class", implied)
+        if given is None and implied in LANGUAGE_LAST:
+            raise UserError(
+                f"no tokenizer_class is set, so that transformers takes {implied}: "
+                f"{LAST_LANGUAGE_REFUSED}; of mBART-50, set MBart50Tokenizer in {TOKENIZER_CONFIG}"
+            )
+        return [target.note] if target.note else []
+    ours = type(target).__name__
+    if given is None or str(given).removesuffix("Fast") == ours:
+        return []
+    return [f"tokenizer_class={given} is not that of its files: they are read as {ours}"]
 
 
 def _check_special_tokens(name: str, values: Mapping[str, Any], model: TransformerConfig) -> None:
@@ -319,7 +334,7 @@ def _parse_carried(content: bytes) -> tuple[dict[str, np.ndarray], str]:
         tensors = safetensors.numpy.load(content)
     except (SafetensorError, LookupError, TypeError, ValueError, RecursionError) as error:
         raise UserError(f"{ORIGIN}/{_CARRIED_FILE} is damaged: {first_line(error)}") from error
-    if dtype not in ("float16", "float32", "float64"):
+    if dtype not in (*_NARROW, "float32", "float64"):
         raise UserError(f"{ORIGIN}/{_CARRIED_FILE} is damaged: its dtype is {dtype!r}")
     return tensors, dtype
 
@@ -337,11 +352,10 @@ def _dtype(kept: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict[s
     transformers 5 calls it "dtype", earlier versions "torch_dtype".
     """
     wide = {tensor.dtype.name for tensor in tensors.values()} == {"float32"}
-    narrow = ("float16", "bfloat16")
     return {
         name: "float32"
         for name in ("dtype", "torch_dtype")
-        if wide and str(kept.get(name)).removeprefix("torch.") in narrow
+        if wide and str(kept.get(name)).removeprefix("torch.") in _NARROW
     }
 
 

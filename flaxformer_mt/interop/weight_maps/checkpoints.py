@@ -58,16 +58,22 @@ def load(
 
 
 def read(family: Family, source: str | os.PathLike[str] | Mapping[str, Any]) -> PublishedCheckpoint:
-    """Reads a checkpoint as `checkpoint_files.read` does, without what wrappers add to all names.
+    """Reads a checkpoint by the family's names: see `checkpoint_files.read`, `unwrapped`."""
+    return unwrapped(family, checkpoint_files.read(source, family.ignores))
 
-    A prefix (`WRAPPER_PREFIXES`, possibly several) is removed if the names are the family's without
-    it, and are not with it.
+
+def unwrapped(family: Family, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
+    """Returns a checkpoint by the family's names.
+
+    A prefix (`WRAPPER_PREFIXES`, possibly several) is removed, and `Family.base` added, if the
+    names are the family's only then.
     """
-    checkpoint = checkpoint_files.read(source)
     for prefix in _prefixes(checkpoint.tensors):
-        unwrapped = checkpoint.without_prefix(prefix)
-        if _has_names_of(family, unwrapped):
-            return unwrapped
+        inner = checkpoint.without_prefix(prefix)
+        of_base = {family.base + name: tensor for name, tensor in inner.tensors.items()}
+        for found in (inner, inner._replace(tensors=of_base)):
+            if _has_names_of(family, found):
+                return found
     return checkpoint
 
 
@@ -108,15 +114,19 @@ def from_checkpoint(
     """Returns the configuration and the parameters, with carried tensors; errors as of `load`."""
     config = configure(family, checkpoint, overrides)
     weight_map = WeightMap.of_tensors(family, config, checkpoint.tensors)
-    validation.check_tensors(weight_map, checkpoint.tensors)
-    arrays = weight_map.to_ours(checkpoint.tensors)
+    shapes = weight_map.shapes()
+    constants = {name: np.zeros(shapes[name], config.param_dtype) for name in family.constants}
+    tensors = constants | dict(checkpoint.tensors)
+    validation.check_tensors(weight_map, tensors)
+    arrays = weight_map.to_ours(tensors)
     returned = mapping.to_reference(family, config, arrays, {})
     carried = {
         name: tensor
         for name, tensor in checkpoint.tensors.items()
         if name not in returned or not identical(returned[name], tensor)
     }
-    omitted = returned.keys() & family.omitted(config) - checkpoint.tensors.keys()
+    may_omit = family.omitted(config) | family.constants
+    omitted = returned.keys() & may_omit - checkpoint.tensors.keys()
     carried |= {name: np.empty(0, config.param_dtype) for name in sorted(omitted)}
     params = unflatten_dict(arrays, sep="/")
     return config, params | {CARRIED: carried} if carried else params

@@ -84,6 +84,11 @@ class Family:
     constants: frozenset[str] = frozenset()
     """Names in `rules` that PyTorch does not list among the parameters: never trained, and zero
     unless present in the checkpoint."""
+    ignored: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Why tensors are left out that libraries write, but the published module does not have, by the
+    last component of their names, wherever they are."""
+    base: str = ""
+    """What names begin with only if the module was saved with its output layer."""
     parts: tuple[str, ...] = ()
     """First components of names whose tensors a training checkpoint stores in separate dicts."""
     optimizer_key: str = "optimizer"
@@ -95,6 +100,10 @@ class Family:
     """Returns the published configuration with the given fields replaced. None: the preset called
     `name` in `presets.py`. For another family `functools.partial(TransformerConfig, ...)` is
     enough."""
+
+    def ignores(self, name: Any) -> bool:
+        """Returns whether a tensor of this name is left out, see `ignored`."""
+        return str(name).rpartition(".")[2] in self.ignored
 
     def configuration(self, **fields: Any) -> TransformerConfig:
         """Returns the published configuration with `fields` replaced."""

@@ -152,6 +152,8 @@ def to_reference(
         if tensor is None or not buffer.fits(tensor):
             tensor = buffer.table(buffer.rows).astype(dtype)
         tensors[buffer.name] = tensor
+    # A constant that the file omitted may have been trained.
+    omitted -= {name for name in family.constants & omitted if tensors[name].any()}
     return {name: tensors[name] for name in in_order(family, tensors) if name not in omitted}
 
 

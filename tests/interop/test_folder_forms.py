@@ -1,0 +1,347 @@
+"""Folders of the Hub as libraries and people write them: tokens and outputs of transformers'."""
+
+import copy
+import functools
+import json
+import shutil
+
+import chex
+import hub_models
+import jax
+import numpy as np
+import opus_mt
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from toy_references import others_are_slow
+
+from flaxformer_mt import interop
+from flaxformer_mt.config import DataConfig
+from flaxformer_mt.data.corpora.corpus import load_corpus
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
+from flaxformer_mt.decoding.translator import Translator
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.interop.formats import huggingface
+from flaxformer_mt.interop.weight_maps.mapping import model_params
+
+PHRASES = load_corpus(DataConfig(corpus="phrases", generated_pairs=300), "train")
+TEXTS = [*PHRASES.sources[:20], "", " a  b ", "</s> x", "<mask> y"]
+TOKENIZER = "tokenizer_config.json"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Returns the folder of a kind, and its model."""
+    root = tmp_path_factory.mktemp("forms")
+    texts = [*PHRASES.sources, *PHRASES.targets]
+
+    @functools.cache
+    def make(kind):
+        if kind != "marian":
+            return root / kind, hub_models.save(kind, texts, root / kind)[0]
+        pieces = opus_mt.train_model(texts, 150)
+        model = opus_mt.random_model(
+            opus_mt.config(opus_mt.write_tokenizer(root / kind, pieces, pieces))
+        )
+        model.generation_config.max_length = 24
+        model.save_pretrained(root / kind)
+        return root / kind, model
+
+    return make
+
+
+@pytest.fixture
+def copied(saved, tmp_path):
+    """Returns a copy of a kind's folder; a setting of its tokenizer that is None is removed."""
+
+    def copy(kind, **changes):
+        shutil.copytree(saved(kind)[0], tmp_path / kind)
+        edit(tmp_path / kind / TOKENIZER, **changes)
+        return tmp_path / kind
+
+    return copy
+
+
+def edit(path, **changes):
+    values = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: v for key, v in values.items() if v is not None}))
+
+
+def read(kind, folder):
+    return huggingface.read(folder, family=family_of(kind))
+
+
+def family_of(kind):
+    return "marian" if kind == "marian" else hub_models.KINDS[kind][0]
+
+
+def assert_tokens_agree(tokenizers, theirs, texts=TEXTS):
+    for side, argument in (("source", "text"), ("target", "text_target")):
+        ours = getattr(tokenizers, side)
+        ids = [[*each, ours.eos_id] for each in ours.encode(texts)]
+        assert ids == theirs(**{argument: texts}).input_ids
+
+
+@pytest.mark.parametrize("name", ["PreTrainedTokenizerFast", "TokenizersBackend", "Unheard"])
+@pytest.mark.parametrize("kind", ["t5", "nllb", "mbart50", "bart"])
+def test_special_tokens_do_not_hang_on_a_class(kind, name, copied):
+    folder = copied(kind, tokenizer_class=name)
+    bundle, notes = read(kind, folder)
+    assert_tokens_agree(bundle.tokenizers, transformers.AutoTokenizer.from_pretrained(folder))
+    is_noted = name == "Unheard" or kind in ("nllb", "mbart50")
+    assert [note.split(" ")[0] for note in notes] == (
+        [f"tokenizer_class={name.removesuffix('Fast')}"] if is_noted else []
+    )
+
+
+@pytest.mark.parametrize("kind", ["t5", "nllb", "bart"])
+def test_special_tokens_without_settings(kind, copied):
+    folder = copied(kind)
+    own = {"nllb": transformers.NllbTokenizer}.get(kind, transformers.AutoTokenizer)
+    (folder / TOKENIZER).unlink()
+    source = read(kind, folder)[0].tokenizers.source
+    theirs = own.from_pretrained(folder)
+    assert [[*ids, source.eos_id] for ids in source.encode(TEXTS)] == theirs(TEXTS).input_ids
+
+
+def test_a_class_that_transformers_implies_is_refused(copied):
+    """transformers reads mBART's folders as mBART-25, which puts the language at the end."""
+    folder = copied("mbart50", tokenizer_class=None)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    assert theirs("two").input_ids[-1] != theirs.eos_token_id
+    with pytest.raises(UserError, match=r"takes MBartTokenizer: .* set MBart50Tokenizer"):
+        read("mbart50", folder)
+    # Earlier versions had the class in the other file.
+    edit(folder / "config.json", tokenizer_class="MBart50Tokenizer")
+    bundle, notes = read("mbart50", folder)
+    assert_tokens_agree(bundle.tokenizers, transformers.AutoTokenizer.from_pretrained(folder))
+    assert notes == ()
+
+
+def test_a_class_of_another_kind_of_vocabulary_is_refused(copied):
+    for kind, name in (("nllb", "BartTokenizer"), ("bart", "T5TokenizerFast")):
+        with pytest.raises(UserError, match=rf"class={name[:9]}.* does not fit tokenizer"):
+            Tokenizers.load(copied(kind, tokenizer_class=name))
+
+
+def test_a_class_that_the_files_are_not_of_is_noted(copied):
+    bundle, (note,) = read("m2m100", copied("m2m100", tokenizer_class="Unheard"))
+    assert note.endswith("is not that of its files: they are read as M2M100Tokenizer")
+    assert bundle.tokenizers.source.first_id is not None
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "puts nothing before sentences and nothing after them"),
+        ([{"Sequence": {"id": "A", "type_id": 0}}], "nothing before sentences and nothing after"),
+        (
+            [
+                {"Sequence": {"id": "A", "type_id": 0}},
+                {"SpecialToken": {"id": "</s>", "type_id": 0}},
+                {"SpecialToken": {"id": "eng_Latn", "type_id": 0}},
+            ],
+            "before sentences and </s> eng_Latn after them",
+        ),
+    ],
+)
+def test_sentences_that_end_in_another_way_are_refused(template, message, copied):
+    folder = copied("nllb", tokenizer_class="TokenizersBackend")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    processor = template and content["post_processor"] | {"single": template}
+    edited = content | {"post_processor": processor}
+    (folder / "tokenizer.json").write_text(json.dumps(edited))
+    with pytest.raises(UserError, match=message):
+        Tokenizers.load(folder)
+
+
+@pytest.mark.parametrize("name", ["tyv_Cyrl_new", "kinyarwanda"])
+@pytest.mark.parametrize("is_special", [False, True])
+def test_added_languages_are_not_put_twice(name, is_special, saved, tmp_path):
+    theirs = transformers.AutoTokenizer.from_pretrained(saved("nllb")[0])
+    theirs.add_tokens(["[ENT]"])
+    theirs.add_tokens([name, "[TAG]"], special_tokens=is_special)
+    theirs.save_pretrained(tmp_path)
+    edit(tmp_path / TOKENIZER, src_lang=name)
+    source = Tokenizers.load(tmp_path).source
+    with_language, plain = source.encode([f"{name} two dogs", "two dogs"])
+    assert with_language[0] == theirs.convert_tokens_to_ids(name)
+    assert with_language.count(with_language[0]) == plain.count(with_language[0]) == 1
+    for tag in ("[ENT]", "[TAG]", "<mask>"):
+        assert source.encode([f"{tag} two"])[0][:2] == [
+            plain[0], theirs.convert_tokens_to_ids(tag),
+        ]  # fmt: skip
+
+
+# Weights and settings.
+
+WEIGHTS, SEARCH = "model.safetensors", "generation_config.json"
+EXTRA = {
+    "model.encoder.version": torch.tensor([3.0]),
+    "model.decoder.version": torch.tensor([3]),
+    "model.encoder.embed_positions._float_tensor": torch.zeros(1),
+    "model.encoder.embed_positions.position_ids": torch.arange(5),
+    "n_averaged": torch.tensor(7),
+}
+EXTRA_OF = {
+    "t5": {"n_averaged": torch.tensor(7)},
+    "marian": {name: EXTRA[name] for name in [*EXTRA][-2:]},
+    "m2m100": EXTRA | {"model.encoder.embed_positions.weights": torch.zeros(9, 16)},
+}
+
+
+def tensors_of(folder):
+    return safetensors.torch.load_file(folder / WEIGHTS)
+
+
+def as_bin(folder, model, prefix=""):
+    tensors = {prefix + name: tensor for name, tensor in tensors_of(folder).items()}
+    torch.save(tensors, folder / "pytorch_model.bin")
+    (folder / WEIGHTS).unlink()
+
+
+def with_prefix(prefix, folder, model):
+    tensors = {prefix + name: tensor for name, tensor in tensors_of(folder).items()}
+    safetensors.torch.save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+
+
+def in_shards(folder, model):
+    (folder / WEIGHTS).unlink()
+    model.save_pretrained(folder, max_shard_size="20KB")
+    assert (folder / f"{WEIGHTS}.index.json").exists()
+
+
+def in_dtype(dtype, folder, model):
+    copy.deepcopy(model).to(dtype).save_pretrained(folder)
+
+
+def with_other_buffers(folder, model):
+    kind = model.config.model_type.replace("_", "")
+    extra = EXTRA_OF.get(kind, EXTRA)
+    tensors = tensors_of(folder) | extra
+    if hasattr(model, "final_logits_bias") and not model.final_logits_bias.any():
+        del tensors["final_logits_bias"]
+    safetensors.torch.save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+
+
+def with_old_settings(folder, model):
+    search = json.loads((folder / SEARCH).read_text())
+    names = ("num_beams", "max_length", "bad_words_ids", "forced_bos_token_id")
+    edit(folder / "config.json", **{name: search.get(name) for name in names})
+    (folder / SEARCH).unlink()
+
+
+def with_class(name, folder, model):
+    edit(folder / TOKENIZER, tokenizer_class=name)
+
+
+def without_settings(folder, model):
+    (folder / TOKENIZER).unlink()
+
+
+WEIGHT_FORMS = {
+    "bin": as_bin,
+    "shards": in_shards,
+    "bfloat16": functools.partial(in_dtype, torch.bfloat16),
+    "float16": functools.partial(in_dtype, torch.float16),
+    "of DataParallel": functools.partial(with_prefix, "module."),
+    "of Lightning, compiled": functools.partial(with_prefix, "model._orig_mod."),
+    "of DataParallel, bin": functools.partial(as_bin, prefix="module."),
+    "buffers": with_other_buffers,
+}
+FORMS = WEIGHT_FORMS | {
+    "no tokenizer config": without_settings,
+    "PreTrainedTokenizerFast": functools.partial(with_class, "PreTrainedTokenizerFast"),
+    "TokenizersBackend": functools.partial(with_class, "TokenizersBackend"),
+    "an unknown class": functools.partial(with_class, "Unheard"),
+    "old settings": with_old_settings,
+}
+ALL_KINDS = ["t5", "flan", "mt5", "nllb", "m2m100", "mbart50", "bart", "marian"]
+
+
+@pytest.mark.parametrize("form", WEIGHT_FORMS)
+@pytest.mark.parametrize("kind", others_are_slow(ALL_KINDS, ["m2m100", "bart"]))
+def test_weights_as_libraries_write_them(kind, form, saved, tmp_path):
+    folder, theirs = saved(kind)
+    written, again = tmp_path / "written", tmp_path / "again"
+    shutil.copytree(folder, written)
+    WEIGHT_FORMS[form](written, theirs)
+    bundle, notes = read(kind, written)
+    assert notes == ()
+    expected = read(kind, folder)[0].params
+    if form in ("bfloat16", "float16"):
+        narrow = {"bfloat16": jax.numpy.bfloat16, "float16": np.float16}[form]
+        expected = jax.tree.map(lambda array: array.astype(narrow).astype("f4"), expected)
+    chex.assert_trees_all_equal(model_params(bundle.params), model_params(expected))
+    huggingface.write(bundle, again, family=family_of(kind))
+    dtypes = {tensor.dtype for tensor in tensors_of(again).values()}
+    assert dtypes == {getattr(torch, form, torch.float32)}
+    chex.assert_trees_all_equal(
+        model_params(read(kind, again)[0].params), model_params(bundle.params)
+    )
+    if form == "bfloat16":
+        published, back = tensors_of(written), tensors_of(again)
+        assert published.keys() == back.keys()
+        assert all(torch.equal(published[name], back[name]) for name in back)
+
+
+def test_a_bias_that_a_file_omits_is_written_once_it_is_trained(saved, tmp_path):
+    folder, theirs = saved("bart")
+    shutil.copytree(folder, tmp_path / "bart")
+    with_other_buffers(tmp_path / "bart", theirs)
+    bundle = read("bart", tmp_path / "bart")[0]
+    huggingface.write(bundle, tmp_path / "same", family="mbart")
+    assert "final_logits_bias" not in tensors_of(tmp_path / "same")
+    bundle.params["output"]["bias"][3] = 1
+    huggingface.write(bundle, tmp_path / "tuned", family="mbart")
+    assert tensors_of(tmp_path / "tuned")["final_logits_bias"][0, 3] == 1
+
+
+def test_a_file_of_weights_is_read_like_a_folder(saved, tmp_path):
+    folder, theirs = saved("bart")
+    shutil.copytree(folder, tmp_path / "bart")
+    with_other_buffers(tmp_path / "bart", theirs)
+    with_prefix("module.", tmp_path / "bart", theirs)
+    _, params = interop.load(
+        "mbart", tmp_path / "bart" / WEIGHTS, num_heads=2, norm_position="post"
+    )
+    expected = read("bart", folder)[0].params
+    chex.assert_trees_all_equal(interop.model_params(params), model_params(expected))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_translations_of_every_form_are_those_of_generate(kind, form, saved, tmp_path):
+    published, model = saved(kind)
+    folder = tmp_path / "folder"
+    shutil.copytree(published, folder)
+    FORMS[form](folder, model)
+    try:
+        theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    except (KeyError, TypeError, ValueError):  # transformers cannot read it: ours does.
+        theirs = transformers.AutoTokenizer.from_pretrained(published)
+    implies_another_class = (kind, form) == ("mbart50", "no tokenizer config")
+    if implies_another_class:
+        with pytest.raises(UserError, match="takes MBartTokenizer"):
+            read(kind, folder)
+        return
+    bundle, _ = read(kind, folder)
+    if not form.startswith("of "):  # transformers does not remove prefixes.
+        model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=torch.float32)
+    texts = PHRASES.sources[:8]
+    inputs = theirs(texts, return_tensors="pt", padding=True)
+    source = bundle.tokenizers.source
+    assert [[*ids, source.eos_id] for ids in source.encode(texts)] == theirs(texts).input_ids
+    generated = model.generate(**inputs).tolist()
+    translator = Translator(
+        bundle.config.model, model_params(bundle.params), bundle.tokenizers, bundle.config.decode
+    )
+    pad, end = bundle.config.model.pad_id, bundle.config.model.eos_id
+    for (best, *_), (_, *tokens) in zip(translator.translate_n_best(texts), generated, strict=True):
+        while tokens and tokens[-1] == pad:
+            tokens.pop()
+        assert [token for token in best.tokens if token != end] == [
+            token for token in tokens if token != end
+        ]
