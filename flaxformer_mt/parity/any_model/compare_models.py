@@ -99,7 +99,7 @@ def compare_models(
         _, leaves = pair.traced(arguments)
         known = {**theirs.values, **theirs.again}
         model = ProgramValues(program, leaves, sites, known, select, VALUES[dtype])
-        return driver.Causes(model=model, sites=list(sites))
+        return driver.Causes(model=model, sites=list(sites), untested=model.untested)
 
     train = None
     if optimizers is not None and num_steps:

@@ -61,6 +61,8 @@ def _omission(segment: Segment, equation: Equation, operand: int) -> str:
 def another_activation(segment: Segment) -> Found:
     """Another elementwise function, or one more."""
     for start, end in _elementwise_regions(segment):
+        if not np.issubdtype(segment.values[start].dtype, np.floating):
+            continue
         hidden = torch.tensor(segment.values[start])
         for kind, function in ACTIVATIONS.items():
             words = f"the reference applies {kind} to {segment.label(start)}, ours another function"

@@ -1,6 +1,7 @@
 """The inputs and the result of a diagnosis, the names of sites, and how values are compared."""
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
@@ -23,6 +24,28 @@ class Diagnosis(NamedTuple):
     """One sentence that states what the reference and our model compute."""
     residual: float
     """The difference that remains if the cause is assumed, relative to the largest magnitude."""
+
+
+Untested: TypeAlias = dict[str, str]
+"""Causes that failed themselves, with a sentence on why."""
+
+
+@contextlib.contextmanager
+def testing(cause: str, untested: Untested) -> Iterator[None]:
+    """Notes the failure of a cause, which must not hide the differences that were found."""
+    try:
+        yield
+    except Exception as error:
+        name = cause.replace("_", " ")
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        untested.setdefault(name, f"The cause {name} was not tested everywhere ({why}).")
+
+
+def most_specific(found: Iterable[Diagnosis], tolerance: float) -> Diagnosis | None:
+    """Returns the first of those that explain a difference up to rounding, if any does."""
+    right = [each for each in found if each.residual <= tolerance]
+    best = min((each.residual for each in right), default=0.0)
+    return next((each for each in right if each.residual <= 10 * best + 0.05 * tolerance), None)
 
 
 class ParsedSite(NamedTuple):
@@ -77,6 +100,7 @@ class DiagnosisInputs(NamedTuple):
     loss: float
     convention: str
     smoothing: float
+    untested: Untested
     again: Mapping[str, np.ndarray] = MappingProxyType({})
     """The reference's values of further calls, see `trace.ModuleValues.again`."""
 
