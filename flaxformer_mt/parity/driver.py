@@ -38,6 +38,7 @@ from flaxformer_mt.parity.trace import (
     Reshape,
     Tap,
     Values,
+    as_taps,
     frozen_parameters,
     recording,
     shaped,
@@ -265,7 +266,7 @@ def _gradients_of_module(
     pair: Pair, batch: Any, taps: Mapping[str, Tap | str], values: Values
 ) -> Values:
     """Sites inside of modules, whose taps name an operation, are left out."""
-    wanted = {site: Tap(tap) if isinstance(tap, str) else tap for site, tap in taps.items()}
+    wanted = as_taps(taps)
     keys = {
         site: (pair.module.get_submodule(tap.module), "", tap.side)
         for site, tap in wanted.items()
