@@ -8,6 +8,7 @@ import numpy as np
 
 from flaxformer_mt.parity.any_model.program import Equation
 from flaxformer_mt.parity.any_model.segment import Found, ProgramCause, Segment
+from flaxformer_mt.parity.diagnosis.inputs import beside
 
 EPSILONS = (1e-5, 1e-6, 1e-8, 1e-12, 1e-3, 0.0)
 
@@ -31,7 +32,7 @@ def another_constant(segment: Segment) -> Found:
                 cause, words = "biased variance", "divisor of the sum of squares"
             if _is_logarithm(solved / ours if ours else 0.0):
                 cause = "logarithm base"
-            words = f"the {words} is {solved:.6g} in the reference, {ours:.6g} in ours"
+            words = f"the {words} is {beside(solved, ours)} in the reference, {ours:.6g} in ours"
             yield ProgramCause(cause, words, value(solved))
 
 
@@ -102,7 +103,8 @@ def _other_roots(segment: Segment, equation: Equation) -> Found:
             return segment.changed({equation.outputs[0]: result})
 
         solved = segment.solve(value, ours)
-        for new in dict.fromkeys((ours, *EPSILONS, *([] if solved is None else [solved]))):
+        solved_for = [] if solved is None or abs(solved) < 1e-14 else [solved]
+        for new in dict.fromkeys((ours, *EPSILONS, *solved_for)):
             words = (
                 f"the reference's norm has epsilon {new:.6g} {'inside' if inside else 'outside'} "
                 f"the root and the variance {over}, ours epsilon {ours:.6g}"

@@ -1,5 +1,6 @@
 """Causes that are steps: omitted, replaced or reordered operations, weights and inputs."""
 
+import collections
 import itertools
 import re
 from collections.abc import Iterator
@@ -28,6 +29,8 @@ def left_out(segment: Segment) -> Found:
         if equation.name not in _VERBS:
             continue
         (output,) = equation.outputs
+        if {each.name for each in segment.consumers(output)} & _COMPARISONS:
+            continue  # Of indices: a mask, which has causes of its own.
         result = segment.values[output]
         for kept, omitted in ((0, 1), (1, 0))[: 2 if equation.name in ("add", "mul") else 1]:
             value, other = segment.values[equation.inputs[kept]], equation.inputs[omitted]
@@ -41,6 +44,7 @@ def left_out(segment: Segment) -> Found:
                 yield segment.cause(f"{cause} added twice", words, {output: twice})
 
 
+_COMPARISONS = {"eq", "ne", "ge", "gt", "le", "lt"}
 _VERBS = {"add": "add", "sub": "subtract", "mul": "multiply by", "div": "divide by"}
 
 
@@ -175,7 +179,12 @@ def another_order(segment: Segment) -> Found:
             if value.shape[-1] == heads * width:
                 other = value.reshape(*value.shape[:-1], width, heads).swapaxes(-1, -2)
                 splits[equation.outputs[0]] = other
-        if result.ndim == value.ndim - 1:
+        if result.ndim == value.ndim - 1 and segment.is_broadcast(equation.inputs[0]):
+            axis = next(i for i, n in enumerate(value.shape) if result.shape[i : i + 1] != (n,))
+            words = "the reference tiles groups of heads where ours repeats them, or vice versa"
+            other = value.swapaxes(axis, axis + 1).reshape(result.shape)
+            yield segment.cause("tiled key/value heads", words, {equation.outputs[0]: other})
+        elif result.ndim == value.ndim - 1:
             before = segment.producers.get(equation.inputs[0])
             ways = [("(feature, head)", value.swapaxes(-1, -2))]
             if before is not None and before.name == "transpose":
@@ -195,6 +204,66 @@ def another_order(segment: Segment) -> Found:
             yield segment.cause("transposed matrix", words, {number: matrix.T})
 
 
+def exchanged(segment: Segment) -> Found:
+    """Two values of one shape are exchanged, such as queries and keys or the halves of a gate."""
+    halves: dict[int, list[int]] = collections.defaultdict(list)
+    for equation in segment.equations:
+        if equation.name in ("slice", "split"):
+            halves[equation.inputs[0]] += equation.outputs
+    sites = [number for number in segment.leaves if number in segment.known]
+    for number, together in [(None, sites), *halves.items()]:
+        for one, other in itertools.combinations(together, 2):
+            x, y = segment.values[one], segment.values[other]
+            if (x.shape, x.dtype) == (y.shape, y.dtype):
+                names = [segment.known.get(n, "") for n in (one, other)]
+                what = f"parts of {segment.label(number)}" if number else " and ".join(names)
+                words = f"the reference exchanges {what}"
+                yield segment.cause("exchanged operands", words, {one: y, other: x})
+
+
+def another_pairing(segment: Segment) -> Found:
+    """Rotary positions rotate neighboring dimensions, or those half a width apart."""
+    rotated = {
+        number: segment.values[number]
+        for equation in segment.equations
+        if equation.name in ("slice", "split", "gather", "reshape")
+        for number in equation.inputs[:1]
+        if segment.values[number].dtype.kind == "f" and segment.values[number].ndim > 2
+        if segment.values[equation.outputs[0]].shape[-1]
+        in (2, segment.values[number].shape[-1] / 2)
+    }
+    ways = {"half a width apart": (-1, 2), "that are neighbors": (2, -1)}
+    for (ours, split), back in zip(ways.items(), [*ways.values()][::-1], strict=True):
+        value = segment.changed({n: _transposed(x, split) for n, x in rotated.items()})
+        words = f"the reference pairs other dimensions, ours those {ours}"
+        yield ProgramCause("rotary layout", words, value)
+        if value.shape[-1] % 2 == 0:  # The site is what was rotated.
+            yield ProgramCause("rotary layout", words, _transposed(value, back))
+
+
+def _transposed(x: np.ndarray, split: tuple[int, int]) -> np.ndarray:
+    return x.reshape(*x.shape[:-1], *split).swapaxes(-1, -2).reshape(x.shape)
+
+
+def another_place_of_a_scale(segment: Segment) -> Found:
+    """A factor applies to a sum where ours applies it to a summand, or vice versa."""
+    for scaled in segment.equations:
+        if scaled.name not in ("mul", "div") or not segment.is_number(
+            segment.origin(scaled.inputs[-1])
+        ):
+            continue
+        inside = segment.producers.get(segment.origin(scaled.inputs[0]))
+        totals = [(total, "scales", 1) for total in segment.consumers(scaled.outputs[0])]
+        totals += [(inside, "does not scale", -1)] if inside is not None else []
+        for total, verb, sign in totals:
+            for summand in total.inputs if total.name == "add" else ():
+                x, result = segment.values[summand], (total if sign > 0 else scaled).outputs[0]
+                (other,) = segment.with_operand(scaled, 0, x).values()
+                changes = {result: segment.values[result] + sign * (other - x)}
+                words = f"the reference {verb} {segment.label(summand)}, ours otherwise"
+                yield segment.cause("place of the scale", words, changes)
+
+
 def other_parameters(segment: Segment) -> Found:
     """Another parameter of the same shape, or all those of another layer or module."""
     everything = {
@@ -203,10 +272,17 @@ def other_parameters(segment: Segment) -> Found:
         if number in segment.values
     }
     for number, path in segment.parameters.items():
+        ours = segment.values[number]
         for other, value in everything.items():
-            if other != path and value.shape == segment.values[number].shape:
+            if other != path and value.shape == ours.shape:
                 words = f"the reference uses {other}, ours {path}"
                 yield segment.cause("wrong weights", words, {number: value})
+            elif other != path and value.T.shape == ours.shape:
+                words = f"the reference uses the transpose of {other}, ours {path}"
+                yield segment.cause("wrong weights", words, {number: value.T})
+        for added in (1, -1) if ours.ndim == 1 else ():
+            words = f"the reference uses {path} {'+' if added > 0 else '-'} 1"
+            yield segment.cause("scale plus 1", words, {number: ours + added})
     prefixes = {path.rpartition("/")[0] for path in segment.parameters.values()}
     for ours, theirs in itertools.product(prefixes, {p.rpartition("/")[0] for p in everything}):
         changes = {

@@ -41,6 +41,14 @@ def testing(cause: str, untested: Untested) -> Iterator[None]:
         untested.setdefault(name, f"The cause {name} was not tested everywhere ({why}).")
 
 
+def beside(theirs: float, ours: float) -> str:
+    """Formats a number of the reference so that it is told from ours."""
+    if f"{theirs:.6g}" != f"{ours:.6g}":
+        return f"{0.0 if abs(theirs) < 1e-14 else theirs:.6g}"
+    rounded = abs(theirs - float(np.float32(ours))) <= 1e-12 * abs(ours)
+    return f"{ours:.6g} rounded to float32" if rounded else f"{theirs:.12g}"
+
+
 def most_specific(found: Iterable[Diagnosis], tolerance: float) -> Diagnosis | None:
     """Returns the first of those that explain a difference up to rounding, if any does."""
     right = [each for each in found if each.residual <= tolerance]
