@@ -8,9 +8,10 @@ import numpy as np
 
 from flaxformer_mt.parity.any_model.program import Equation
 from flaxformer_mt.parity.any_model.segment import Found, ProgramCause, Segment
+from flaxformer_mt.parity.diagnosis.causes.sublayers import EPSILONS
+from flaxformer_mt.parity.diagnosis.causes.sublayers import active_dropout as dropout_between
 from flaxformer_mt.parity.diagnosis.inputs import beside
-
-EPSILONS = (1e-5, 1e-6, 1e-8, 1e-12, 1e-3, 0.0)
+from flaxformer_mt.parity.diagnosis.operations import Given
 
 
 def another_constant(segment: Segment) -> Found:
@@ -230,18 +231,9 @@ def active_dropout(segment: Segment) -> Found:
             parts += [(x, segment.expected - y), (y, segment.expected - x)]
     for ours, theirs in parts:
         known = np.abs(ours) > 1e-3 * np.max(np.abs(ours), initial=0.0)
-        ratios = theirs[known] / ours[known]
-        kept = ratios > 0.5
-        scale = float(np.median(ratios[kept])) if kept.any() else 1.0
-        if kept.all() or scale < 1 + 1e-6 or not np.isfinite(scale):
-            continue
-        zero = np.zeros(ours.shape, bool)
-        zero[known] = ~kept
-        if _is_mask_of_rows(zero, known) or np.array_equal(zero, known & (ours < 0)):
-            continue  # A mask of padding, or an activation.
-        dropped = np.where(np.abs(theirs) < np.abs(theirs - scale * ours), 0, scale * ours)
-        words = (
-            f"the reference has active dropout at a rate of {1 - 1 / scale:.3g}: some values are "
-            f"0, the others {scale:.6g} times ours"
-        )
-        yield ProgramCause("dropout", words, segment.expected - theirs + dropped)
+        for name, words, operation in dropout_between(ours, theirs, Given):
+            dropped = operation.value()
+            zero = known & (dropped == 0)
+            # Else it is a mask of padding, or an activation.
+            if not _is_mask_of_rows(zero, known) and np.any(zero != (known & (ours < 0))):
+                yield ProgramCause(name, words, segment.expected - theirs + dropped)

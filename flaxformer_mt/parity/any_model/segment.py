@@ -119,11 +119,6 @@ class Segment:
             number = self.producers[number].inputs[0]
         return number
 
-    def is_broadcast(self, number: int) -> bool:
-        """Whether a value is another one, repeated along some axis."""
-        found = self.producers.get(number)
-        return found is not None and self.values[found.inputs[0]].size < self.values[number].size
-
     def producer(self, number: int) -> str:
         """Returns the name of the primitive that computes a value, before it is moved."""
         found = self.producers.get(self.origin(number))

@@ -179,7 +179,8 @@ def another_order(segment: Segment) -> Found:
             if value.shape[-1] == heads * width:
                 other = value.reshape(*value.shape[:-1], width, heads).swapaxes(-1, -2)
                 splits[equation.outputs[0]] = other
-        if result.ndim == value.ndim - 1 and segment.is_broadcast(equation.inputs[0]):
+        source = segment.values[segment.origin(equation.inputs[0])]
+        if result.ndim == value.ndim - 1 and source.size < value.size:
             axis = next(i for i, n in enumerate(value.shape) if result.shape[i : i + 1] != (n,))
             words = "the reference tiles groups of heads where ours repeats them, or vice versa"
             other = value.swapaxes(axis, axis + 1).reshape(result.shape)
@@ -211,13 +212,11 @@ def exchanged(segment: Segment) -> Found:
         if equation.name in ("slice", "split"):
             halves[equation.inputs[0]] += equation.outputs
     sites = [number for number in segment.leaves if number in segment.known]
-    for number, together in [(None, sites), *halves.items()]:
+    for together in (sites, *halves.values()):
         for one, other in itertools.combinations(together, 2):
             x, y = segment.values[one], segment.values[other]
             if (x.shape, x.dtype) == (y.shape, y.dtype):
-                names = [segment.known.get(n, "") for n in (one, other)]
-                what = f"parts of {segment.label(number)}" if number else " and ".join(names)
-                words = f"the reference exchanges {what}"
+                words = f"the reference exchanges {segment.label(one)} and {segment.label(other)}"
                 yield segment.cause("exchanged operands", words, {one: y, other: x})
 
 
@@ -258,8 +257,8 @@ def another_place_of_a_scale(segment: Segment) -> Found:
         for total, verb, sign in totals:
             for summand in total.inputs if total.name == "add" else ():
                 x, result = segment.values[summand], (total if sign > 0 else scaled).outputs[0]
-                (other,) = segment.with_operand(scaled, 0, x).values()
-                changes = {result: segment.values[result] + sign * (other - x)}
+                (other_x,) = segment.with_operand(scaled, 0, x).values()
+                changes = {result: segment.values[result] + sign * (other_x - x)}
                 words = f"the reference {verb} {segment.label(summand)}, ours otherwise"
                 yield segment.cause("place of the scale", words, changes)
 
@@ -272,17 +271,17 @@ def other_parameters(segment: Segment) -> Found:
         if number in segment.values
     }
     for number, path in segment.parameters.items():
-        ours = segment.values[number]
+        own = segment.values[number]
         for other, value in everything.items():
-            if other != path and value.shape == ours.shape:
+            if other != path and value.shape == own.shape:
                 words = f"the reference uses {other}, ours {path}"
                 yield segment.cause("wrong weights", words, {number: value})
-            elif other != path and value.T.shape == ours.shape:
+            elif other != path and value.T.shape == own.shape:
                 words = f"the reference uses the transpose of {other}, ours {path}"
                 yield segment.cause("wrong weights", words, {number: value.T})
-        for added in (1, -1) if ours.ndim == 1 else ():
+        for added in (1, -1) if own.ndim == 1 else ():
             words = f"the reference uses {path} {'+' if added > 0 else '-'} 1"
-            yield segment.cause("scale plus 1", words, {number: ours + added})
+            yield segment.cause("scale plus 1", words, {number: own + added})
     prefixes = {path.rpartition("/")[0] for path in segment.parameters.values()}
     for ours, theirs in itertools.product(prefixes, {p.rpartition("/")[0] for p in everything}):
         changes = {

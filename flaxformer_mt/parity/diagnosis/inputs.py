@@ -36,9 +36,9 @@ def testing(cause: str, untested: Untested) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        name = cause.replace("_", " ")
         why = " ".join(f"{type(error).__name__}: {error}".split())
-        untested.setdefault(name, f"The cause {name} was not tested everywhere ({why}).")
+        name = cause.replace("_", " ")
+        untested[cause] = f"The cause {name} was not tested everywhere ({why})."
 
 
 def beside(theirs: float, ours: float) -> str:
