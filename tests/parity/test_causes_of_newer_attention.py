@@ -76,9 +76,9 @@ def attention(params, x):
 
 
 FAULTS = {
-    "neighbors": {"scores": "rotary layout"},
+    "neighbors": {"scores": None},
     "tiled": {"scores": "tiled key/value heads", "mixed": "tiled key/value heads"},
-    "scales_bias": {"scores": "place of the scale"},
+    "scales_bias": {"scores": None},
     "plus_one": {"normed": "scale plus 1"},
     "gate_first": {"output": "exchanged operands"},
 }

@@ -20,8 +20,6 @@ CAUSES: list[Callable[[Segment], Found]] = [
     structural_causes.another_mask,
     structural_causes.another_order,
     structural_causes.exchanged,
-    structural_causes.another_pairing,
-    structural_causes.another_place_of_a_scale,
     structural_causes.other_inputs,
     structural_causes.other_parameters,
     numeric_causes.lower_precision,

@@ -220,49 +220,6 @@ def exchanged(segment: Segment) -> Found:
                 yield segment.cause("exchanged operands", words, {one: y, other: x})
 
 
-def another_pairing(segment: Segment) -> Found:
-    """Rotary positions rotate neighboring dimensions, or those half a width apart."""
-    rotated = {
-        number: segment.values[number]
-        for equation in segment.equations
-        if equation.name in ("slice", "split", "gather", "reshape")
-        for number in equation.inputs[:1]
-        if segment.values[number].dtype.kind == "f" and segment.values[number].ndim > 2
-        if segment.values[equation.outputs[0]].shape[-1]
-        in (2, segment.values[number].shape[-1] / 2)
-    }
-    ways = {"half a width apart": (-1, 2), "that are neighbors": (2, -1)}
-    for (ours, split), back in zip(ways.items(), [*ways.values()][::-1], strict=True):
-        value = segment.changed({n: _transposed(x, split) for n, x in rotated.items()})
-        words = f"the reference pairs other dimensions, ours those {ours}"
-        yield ProgramCause("rotary layout", words, value)
-        if value.shape[-1] % 2 == 0:  # The site is what was rotated.
-            yield ProgramCause("rotary layout", words, _transposed(value, back))
-
-
-def _transposed(x: np.ndarray, split: tuple[int, int]) -> np.ndarray:
-    return x.reshape(*x.shape[:-1], *split).swapaxes(-1, -2).reshape(x.shape)
-
-
-def another_place_of_a_scale(segment: Segment) -> Found:
-    """A factor applies to a sum where ours applies it to a summand, or vice versa."""
-    for scaled in segment.equations:
-        if scaled.name not in ("mul", "div") or not segment.is_number(
-            segment.origin(scaled.inputs[-1])
-        ):
-            continue
-        inside = segment.producers.get(segment.origin(scaled.inputs[0]))
-        totals = [(total, "scales", 1) for total in segment.consumers(scaled.outputs[0])]
-        totals += [(inside, "does not scale", -1)] if inside is not None else []
-        for total, verb, sign in totals:
-            for summand in total.inputs if total.name == "add" else ():
-                x, result = segment.values[summand], (total if sign > 0 else scaled).outputs[0]
-                (other_x,) = segment.with_operand(scaled, 0, x).values()
-                changes = {result: segment.values[result] + sign * (other_x - x)}
-                words = f"the reference {verb} {segment.label(summand)}, ours otherwise"
-                yield segment.cause("place of the scale", words, changes)
-
-
 def other_parameters(segment: Segment) -> Found:
     """Another parameter of the same shape, or all those of another layer or module."""
     everything = {
