@@ -77,7 +77,7 @@ def attention(params, x):
 
 FAULTS = {
     "neighbors": {"scores": None},
-    "tiled": {"scores": "tiled key/value heads", "mixed": "tiled key/value heads"},
+    "tiled": {"scores": None, "mixed": None},
     "scales_bias": {"scores": None},
     "plus_one": {"normed": "scale plus 1"},
     "gate_first": {"output": "exchanged operands"},

@@ -82,7 +82,8 @@ def another_norm(segment: Segment) -> Found:
         for equation in segment.equations
         if equation.name == "div"
         and segment.producer(equation.inputs[0]) == "reduce_sum"
-        and _summand(segment, equation.inputs[0]) not in ("square", "integer_pow", "mul", "exp")
+        and segment.producer(segment.producers[segment.origin(equation.inputs[0])].inputs[0])
+        not in ("square", "integer_pow", "mul", "exp")
     }
     if means:
         words = "the reference's norm does not subtract the mean"
@@ -133,11 +134,6 @@ def _count(segment: Segment, number: int) -> int:
         return 0
     sizes = [segment.values[n].size for n in (*equation.inputs, *equation.outputs)]
     return sizes[0] // sizes[1]
-
-
-def _summand(segment: Segment, number: int) -> str:
-    total = segment.producers[segment.origin(number)]
-    return segment.producer(total.inputs[0])
 
 
 def lower_precision(segment: Segment) -> Found:

@@ -179,13 +179,7 @@ def another_order(segment: Segment) -> Found:
             if value.shape[-1] == heads * width:
                 other = value.reshape(*value.shape[:-1], width, heads).swapaxes(-1, -2)
                 splits[equation.outputs[0]] = other
-        source = segment.values[segment.origin(equation.inputs[0])]
-        if result.ndim == value.ndim - 1 and source.size < value.size:
-            axis = next(i for i, n in enumerate(value.shape) if result.shape[i : i + 1] != (n,))
-            words = "the reference tiles groups of heads where ours repeats them, or vice versa"
-            other = value.swapaxes(axis, axis + 1).reshape(result.shape)
-            yield segment.cause("tiled key/value heads", words, {equation.outputs[0]: other})
-        elif result.ndim == value.ndim - 1:
+        if result.ndim == value.ndim - 1:
             before = segment.producers.get(equation.inputs[0])
             ways = [("(feature, head)", value.swapaxes(-1, -2))]
             if before is not None and before.name == "transpose":
@@ -211,8 +205,7 @@ def exchanged(segment: Segment) -> Found:
     for equation in segment.equations:
         if equation.name in ("slice", "split"):
             halves[equation.inputs[0]] += equation.outputs
-    sites = [number for number in segment.leaves if number in segment.known]
-    for together in (sites, *halves.values()):
+    for together in ([n for n in segment.leaves if n in segment.known], *halves.values()):
         for one, other in itertools.combinations(together, 2):
             x, y = segment.values[one], segment.values[other]
             if (x.shape, x.dtype) == (y.shape, y.dtype):
