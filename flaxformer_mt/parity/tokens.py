@@ -150,9 +150,8 @@ def example(
     Without a padding token (`pad_id=-1`), all have the full length.
     """
     random = np.random.default_rng(seed)
-    is_padded = config.pad_id >= 0
-    source_lengths = _lengths(random, source_length, rows, is_padded)
-    target_lengths = _lengths(random, target_length, rows, is_padded)
+    source_lengths = _lengths(random, source_length, rows, config.pad_id >= 0)
+    target_lengths = _lengths(random, target_length, rows, config.pad_id >= 0)
     source = _sentences(random, config, config.source_vocab_size, source_lengths)
     if source_padding == "left":
         source = np.stack(

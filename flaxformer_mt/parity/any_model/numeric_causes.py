@@ -8,8 +8,7 @@ import numpy as np
 
 from flaxformer_mt.parity.any_model.program import Equation
 from flaxformer_mt.parity.any_model.segment import Found, ProgramCause, Segment
-from flaxformer_mt.parity.diagnosis.causes.sublayers import EPSILONS
-from flaxformer_mt.parity.diagnosis.causes.sublayers import active_dropout as dropout_between
+from flaxformer_mt.parity.diagnosis.causes import sublayers
 from flaxformer_mt.parity.diagnosis.inputs import beside
 from flaxformer_mt.parity.diagnosis.operations import Given
 
@@ -106,7 +105,7 @@ def _other_roots(segment: Segment, equation: Equation) -> Found:
 
         solved = segment.solve(value, ours)
         solved_for = [] if solved is None or abs(solved) < 1e-14 else [solved]
-        for new in dict.fromkeys((ours, *EPSILONS, *solved_for)):
+        for new in dict.fromkeys((ours, *sublayers.EPSILONS, *solved_for)):
             words = (
                 f"the reference's norm has epsilon {new:.6g} {'inside' if inside else 'outside'} "
                 f"the root and the variance {over}, ours epsilon {ours:.6g}"
@@ -227,7 +226,7 @@ def active_dropout(segment: Segment) -> Found:
             parts += [(x, segment.expected - y), (y, segment.expected - x)]
     for ours, theirs in parts:
         known = np.abs(ours) > 1e-3 * np.max(np.abs(ours), initial=0.0)
-        for name, words, operation in dropout_between(ours, theirs, Given):
+        for name, words, operation in sublayers.active_dropout(ours, theirs, Given):
             dropped = operation.value()
             zero = known & (dropped == 0)
             # Else it is a mask of padding, or an activation.

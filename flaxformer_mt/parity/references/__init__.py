@@ -50,10 +50,9 @@ def build(family: str, **sizes: Any) -> nn.Module:
     module = _module(family)
     with default_dtype(config.param_dtype):
         reference = module.build(config, **options)
-    if config.pad_id < 0:  # No padding: `nn.Embedding` would take the last row for that of -1.
-        for part in reference.modules():
-            if isinstance(part, nn.Embedding):
-                part.padding_idx = None
+    for part in reference.modules() if config.pad_id < 0 else ():
+        if isinstance(part, nn.Embedding):  # It takes -1 for the last row.
+            part.padding_idx = None
     return reference
 
 
