@@ -363,7 +363,7 @@ def _of_rows(logits, targets, weights, options, num_classes):
         _merged_sums,
         (1,),
     )
-    label = smoothed_label(smoothing, convention, num_classes)
+    label = smoothed_label(smoothing, convention, num_classes, pad_id)
     losses = highest + jnp.log(exponentials) - label.expected_logit(target, total) - label.entropy
     if convention == "non_pad_kl":
         losses = jnp.where(targets[:, 0] == pad_id, 0, losses)
@@ -389,7 +389,7 @@ def _merged_sums(left, right):
 
 def _less_label(probabilities, classes, targets, options, num_classes):
     """The gradient of `token_losses` with respect to the logits, p - q."""
-    label = smoothed_label(options.smoothing, options.convention, num_classes)
+    label = smoothed_label(options.smoothing, options.convention, num_classes, options.pad_id)
     expected = jnp.where(classes == targets, label.target, label.other)
     gradients = probabilities - expected.astype(probabilities.dtype)
     if options.convention == "non_pad_kl":

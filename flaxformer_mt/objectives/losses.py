@@ -51,7 +51,7 @@ def token_losses(
       targets: int32 [B, T].
       smoothing: e, in [0, 1).
       convention: the row of the table.
-      pad_id: the class that `non_pad_kl` excludes. As a target it has the loss 0.
+      pad_id: the class that `non_pad_kl` excludes, -1 for none. As a target it has the loss 0.
       axis: of the classes, if not the last; targets and result lack this axis.
 
     Returns:
@@ -60,13 +60,13 @@ def token_losses(
     Source: section 7 of Szegedy et al. 2016 (label smoothing), and the code of the families.
     """
     logits = logits.astype(at_least_float32(logits.dtype))
-    label = smoothed_label(smoothing, convention, logits.shape[axis])
+    label = smoothed_label(smoothing, convention, logits.shape[axis], pad_id)
     # One z is gathered and all are summed: q as a [B, T, V] array, or log p stored for the backward
     # pass, would take more memory than all the rest of a small model.
     total: Array | float = 0.0
     if label.other:
         total = jnp.sum(logits, axis)
-        if convention == "non_pad_kl":
+        if convention == "non_pad_kl" and pad_id >= 0:
             total = total - jnp.take(logits, pad_id, axis)
     expected = label.expected_logit(_target_logits(logits, targets, axis), total)
     losses = jax.nn.logsumexp(logits, axis) - expected - label.entropy
@@ -126,7 +126,9 @@ class Label(NamedTuple):
         return expected + self.other * total if self.other else expected
 
 
-def smoothed_label(smoothing: float, convention: Convention, num_classes: int) -> Label:
+def smoothed_label(
+    smoothing: float, convention: Convention, num_classes: int, pad_id: int
+) -> Label:
     """Returns the distribution of a convention, as in the table of `token_losses`."""
     match convention:
         case "uniform":
@@ -137,7 +139,7 @@ def smoothed_label(smoothing: float, convention: Convention, num_classes: int) -
         case "others_kl":
             other = smoothing / (num_classes - 1)
         case "non_pad_kl":
-            other = smoothing / (num_classes - 2)
+            other = smoothing / (num_classes - (2 if pad_id >= 0 else 1))
     # The limit of x log x at 0 is 0.
     entropy = -smoothing * math.log(other) if smoothing else 0.0
     return Label(1 - smoothing, other, entropy - (1 - smoothing) * math.log(1 - smoothing))

@@ -164,10 +164,11 @@ def family_causes(
         loss=theirs.losses.get("loss", np.nan),
         convention=ours.recipe.convention,
         smoothing=ours.recipe.smoothing,
+        untested={},
         again=theirs.again,
     )
 
     def diagnosis_of(site: str) -> Diagnosis | None:
         return diagnose(inputs._replace(site=site))
 
-    return driver.Causes(diagnosis_of, FamilyValues(inputs), list(values))
+    return driver.Causes(diagnosis_of, FamilyValues(inputs), list(values), inputs.untested)

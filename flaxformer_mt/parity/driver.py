@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -37,6 +38,7 @@ from flaxformer_mt.parity.trace import (
     Reshape,
     Tap,
     Values,
+    as_taps,
     frozen_parameters,
     recording,
     shaped,
@@ -54,6 +56,8 @@ class Causes(NamedTuple):
     """Whose differing sites are all found, each by itself."""
     sites: Sequence[str] = ()
     """All sites of the model, in the order of the data flow."""
+    untested: Mapping[str, str] = MappingProxyType({})
+    """By cause, filled while causes are looked for: why it could not be tested."""
 
 
 def compare_pair(
@@ -194,10 +198,12 @@ def explained(report: Report, theirs: Values, select: Select, causes: Causes) ->
     if first.section == "values" and causes.model is not None:
         findings = tuple(find(causes.model, causes.sites, theirs, select, report.dtype))
         report = dataclasses.replace(report, findings=findings)
-        if findings:
-            return dataclasses.replace(report, diagnosis=findings[0].diagnosis)
-    first = report.first_divergence or first
-    return dataclasses.replace(report, diagnosis=causes.diagnosis_of(first.site))
+    if report.findings:
+        diagnosis = report.findings[0].diagnosis
+    else:
+        diagnosis = causes.diagnosis_of((report.first_divergence or first).site)
+    notes = (*report.notes, *causes.untested.values())
+    return dataclasses.replace(report, diagnosis=diagnosis, notes=notes)
 
 
 def _first_gradient_difference(
@@ -260,7 +266,7 @@ def _gradients_of_module(
     pair: Pair, batch: Any, taps: Mapping[str, Tap | str], values: Values
 ) -> Values:
     """Sites inside of modules, whose taps name an operation, are left out."""
-    wanted = {site: Tap(tap) if isinstance(tap, str) else tap for site, tap in taps.items()}
+    wanted = as_taps(taps)
     keys = {
         site: (pair.module.get_submodule(tap.module), "", tap.side)
         for site, tap in wanted.items()

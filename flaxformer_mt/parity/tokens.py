@@ -145,10 +145,13 @@ def example(
     source_padding: Literal["left", "right"] = "right",
     seed: int = 0,
 ) -> Tokens:
-    """Returns B = `rows` random sentences; all but the first are padded, targets on the right."""
+    """Returns B = `rows` random sentences; all but the first are padded, targets on the right.
+
+    Without a padding token (`pad_id=-1`), all have the full length.
+    """
     random = np.random.default_rng(seed)
-    source_lengths = _lengths(random, source_length, rows)
-    target_lengths = _lengths(random, target_length, rows)
+    source_lengths = _lengths(random, source_length, rows, config.pad_id >= 0)
+    target_lengths = _lengths(random, target_length, rows, config.pad_id >= 0)
     source = _sentences(random, config, config.source_vocab_size, source_lengths)
     if source_padding == "left":
         source = np.stack(
@@ -162,8 +165,8 @@ def example(
     return Tokens(source, target_input, output)
 
 
-def _lengths(random: np.random.Generator, longest: int, rows: int) -> np.ndarray:
-    shortest = max(1, min(2, longest - 1))
+def _lengths(random: np.random.Generator, longest: int, rows: int, is_padded: bool) -> np.ndarray:
+    shortest = max(1, min(2, longest - 1)) if is_padded else longest
     return np.append(longest, random.integers(shortest, max(longest, shortest + 1), rows - 1))
 
 

@@ -11,6 +11,7 @@ hooks, and from a dispatch mode for operations between modules. Neither model ne
 import contextlib
 import dataclasses
 import itertools
+import re
 from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -175,13 +176,35 @@ def time_major(value: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     return value.reshape(length, batch, width).swapaxes(0, 1)
 
 
-def for_layers(num_layers: int, taps: Mapping[str, Tap]) -> dict[str, Tap]:
-    """Repeats `taps` for every layer, with "{layer}" replaced in sites and modules."""
+def for_layers(num_layers: int, taps: Mapping[str, Tap | str]) -> dict[str, Tap]:
+    """Repeats `taps`, or names of modules, for every layer.
+
+    In sites and modules, "{layer}" is the layer from 0 and "{number}" that from 1; multiples and
+    sums, such as "{2*layer+1}", are allowed.
+    """
     return {
-        site.format(layer=layer): tap._replace(module=tap.module.format(layer=layer))
+        _of_layer(site, layer): tap._replace(module=_of_layer(tap.module, layer))
         for layer in range(num_layers)
-        for site, tap in taps.items()
+        for site, tap in as_taps(taps).items()
     }
+
+
+def as_taps(taps: Mapping[str, Tap | str]) -> dict[str, Tap]:
+    """Returns the taps, in which a name stands for the output of a module."""
+    return {site: Tap(tap) if isinstance(tap, str) else tap for site, tap in taps.items()}
+
+
+def _of_layer(name: str, layer: int) -> str:
+
+    def replaced(found: re.Match[str]) -> str:
+        terms = re.fullmatch(r"(?:(\d+)\*)?(layer|number)([+-]\d+)?", found[1].replace(" ", ""))
+        if terms is None:
+            raise UserError(f"{name}: {found[0]} must be such as {{layer}} or {{2*layer+1}}")
+        factor, variable, added = terms.groups(default="")
+        start = layer + (variable == "number")
+        return str(int(factor or 1) * start + int(added or 0))
+
+    return re.sub(r"\{([^{}]*)\}", replaced, name)
 
 
 Key: TypeAlias = tuple[nn.Module, str, str]
@@ -225,7 +248,7 @@ def values_of_module(
     `shapes` has the shape of every site, in order. If `strict`, a tap that does not fit the module
     raises UserError; otherwise its site is omitted, or a value of another shape is kept.
     """
-    wanted = {site: Tap(tap) if isinstance(tap, str) else tap for site, tap in taps.items()}
+    wanted = as_taps(taps)
     modules = dict(module.named_modules(remove_duplicate=False))
     if not strict:
         wanted = {site: tap for site, tap in wanted.items() if tap.module in modules}

@@ -4,6 +4,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import torch
 from absl.testing import parameterized
 
@@ -107,6 +108,20 @@ def test_padding_gets_no_probability_and_no_loss():
     others = gradient_of_padding("others")[targets != PAD]
     np.testing.assert_allclose(others, -0.1 / 10, rtol=1e-5)
     assert not np.any(token_losses(logits, targets, 0.1, "non_pad_kl", PAD)[targets == PAD])
+
+
+@pytest.mark.parametrize("family", LOSSES)
+def test_without_padding_every_class_counts(family):
+    logits, targets, _ = example("float32", padded=False)
+    logits, targets = jnp.asarray(logits[:1]), targets[:1]  # With the last class as a target.
+    expected, _ = LOSSES[family](
+        torch.tensor(np.array(logits[0])), torch.tensor(targets[0]).long(), 0.1, -1
+    )
+    options = 0.1, CONVENTIONS[family], -1
+    np.testing.assert_allclose(token_losses(logits, targets, *options).sum(), expected, rtol=1e-5)
+
+    gradient = jax.grad(lambda x: token_losses(x, targets, *options).sum())(logits)
+    np.testing.assert_allclose(gradient.sum(-1), 0, atol=1e-5)  # Labels sum to 1.
 
 
 def test_impossible_classes_do_no_harm_without_smoothing():

@@ -16,7 +16,7 @@ from module_changes import with_forward, with_values
 from flaxformer_mt import parity
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.weight_maps.rules import linear, same, transposed
-from flaxformer_mt.parity.any_model import structural_causes
+from flaxformer_mt.parity.any_model import program_values, structural_causes
 
 
 def test_values_and_gradients_agree():
@@ -373,6 +373,48 @@ def test_values_of_another_shape_differ(rows):
     assert report.first_divergence.site == "wide"
     assert (report.rows[0].shape, report.rows[0].reference_shape) == ((rows, 5), (6, 5))
     assert f"wide has shape (6, 5) in the reference, but {(rows, 5)} here" in report.explanation()
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        (lambda t: 2 * (t - 3).abs(), lambda t: 3 * jnp.abs(t - 3)),
+        (lambda t: 2 * (t > 3), lambda t: 3 * jnp.logical_not(t > 3)),
+        (lambda t: (t % 3) ** 2, lambda t: jnp.maximum(t, 2) // 2),
+        (lambda t: t.cumsum(1), lambda t: jnp.cumsum(t * t, 1).astype(jnp.uint8)),
+        (lambda t: (t + 1j).abs(), lambda t: jnp.abs(jnp.exp(t + 2j))),
+    ],
+)
+def test_values_that_are_no_real_numbers_stop_no_diagnosis(theirs, ours):
+    class Table(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = torch.nn.Embedding(7, 4).double()
+
+        def forward(self, tokens):
+            return self.table(tokens) - theirs(tokens)[..., None]
+
+    with jax.numpy_dtype_promotion("standard"):
+        report = parity.compare_models(
+            Table(),
+            lambda params, tokens: params["table"][tokens] - ours(tokens)[..., None],
+            {"table": np.zeros((7, 4))},
+            np.array([[0, 1, 4, 2], [3, 3, 6, 5]]),
+            weights=[same("table", "table.weight")],
+        )
+    assert [each.site for each in report.findings] == ["output"]
+
+
+def test_a_cause_that_fails_is_reported_and_hides_no_other(monkeypatch):
+    def broken(segment):
+        yield from structural_causes.left_out(segment)
+        raise NotImplementedError("no kernel\nfor 'Long'")
+
+    monkeypatch.setattr(program_values, "CAUSES", [broken, *program_values.CAUSES])
+    report = CLASSIFIER.compare(with_values("layers.1.norm_2", eps=1e-3))
+    assert [each.diagnosis.cause for each in report.findings] == ["norm epsilon"]
+    (note,) = report.notes
+    assert "broken was not tested everywhere (NotImplementedError: no kernel for 'Long')" in note
 
 
 class Formula(torch.nn.Module):

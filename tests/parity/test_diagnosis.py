@@ -63,6 +63,7 @@ def diagnosis_inputs(
         loss=changes.pop("loss", 0.0),
         convention="others",
         smoothing=0.1,
+        untested={},
     )
 
 

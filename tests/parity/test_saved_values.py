@@ -5,6 +5,7 @@ import io
 import resource
 import zipfile
 
+import chex
 import numpy as np
 import pytest
 import torch
@@ -299,12 +300,16 @@ def test_damaged_files_and_other_models_are_refused(saved, tmp_path):
         files.read(tmp_path / "batch.npz", outputs)
     with pytest.raises(UserError, match="has no array source, only encoder/layers/0, logits"):
         files.read(outputs, outputs)
-    with pytest.raises(UserError, match="source is int32, but must be float32 or float64"):
+    with pytest.raises(UserError, match="has no array of values, such as logits"):
         files.read(inputs, inputs)
     np.savez(tmp_path / "objects.npz", source=np.array([None]))
     with pytest.raises(UserError, match="an array of Python objects"):
         files.read(tmp_path / "objects.npz", outputs)
+    both = dict(np.load(inputs)) | dict(np.load(outputs))
+    np.savez(tmp_path / "both.npz", **both)
     values = files.read(inputs, outputs)
+    for pair in (("both.npz",) * 2, ("both.npz", outputs), (inputs, "both.npz")):
+        chex.assert_trees_all_equal(files.read(*(tmp_path / name for name in pair)), values)
     with pytest.raises(UserError, match="there is no site enc: name saved values logits, or sourc"):
         files.check_sites({"enc": np.zeros(1)}, config)
     large = values._replace(inputs=values.inputs | {"source": values.inputs["source"] + 90})

@@ -67,6 +67,15 @@ def test_what_a_checkpoint_says_of_itself_reaches_both_sides(published, tmp_path
     assert report.passed, report
 
 
+def test_special_tokens_follow_the_published_vocabulary():
+    checkpoint = jadore801120()
+    checkpoint["settings"].src_pad_idx = checkpoint["settings"].trg_pad_idx = 1
+    config, _ = interop.load("jadore801120", checkpoint)
+    assert (config.pad_id, config.bos_id, config.eos_id) == (1, 2, 3)
+    config, _ = interop.load("jadore801120", checkpoint, bos_id=5)
+    assert (config.pad_id, config.bos_id, config.eos_id) == (1, 5, 3)
+
+
 def test_two_padding_ids_are_refused():
     checkpoint = jadore801120()
     checkpoint["settings"].trg_pad_idx = 1
@@ -105,6 +114,18 @@ def test_the_folder_of_a_whole_model_is_a_checkpoint(tmp_path):
 def test_special_tokens_that_collide_or_do_not_exist_are_named(family, settings, message):
     with pytest.raises(UserError, match=message):
         check_family(family, **settings)
+
+
+@pytest.mark.parametrize(
+    "family",
+    others_are_slow(
+        ["annotated", "double_projection", "fairseq", "jadore801120", "mbart", "opennmt"],
+        ["double_projection", "opennmt"],
+    ),
+)
+def test_models_without_padding(family):
+    report = check_family(family, **ONE_LAYER, pad_id=-1)
+    assert report.passed, report
 
 
 def test_special_tokens_of_a_module_are_checked_too():

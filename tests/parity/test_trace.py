@@ -5,6 +5,8 @@ import pytest
 import torch
 from torch import nn
 
+from flaxformer_mt import parity
+from flaxformer_mt.errors import UserError
 from flaxformer_mt.parity.trace import Tap, values_of_module
 
 X = torch.arange(6.0).reshape(2, 3)
@@ -71,3 +73,21 @@ def test_no_hook_stays(fails):
         tapped(module, value=Tap(""))
     assert not module._forward_hooks
     assert not module._forward_pre_hooks
+
+
+def test_taps_of_layers_are_names_and_expressions():
+    found = parity.for_layers(
+        3,
+        {
+            "layers/{layer}": "blocks.{2*layer}",
+            "norms/{number}": parity.Tap("blocks.{ 2*layer + 1 }", "input"),
+            "previous/{layer}": "blocks.{number-1}",
+        },
+    )
+    assert found["layers/2"] == parity.Tap("blocks.4")
+    assert found["norms/3"] == parity.Tap("blocks.5", "input")
+    assert found["previous/1"] == parity.Tap("blocks.1")
+    assert len(found) == 9
+    for name in ("blocks.{layers}", "blocks.{layer**9}", "blocks.{}"):
+        with pytest.raises(UserError, match=r"blocks\..*must be such as \{layer\}"):
+            parity.for_layers(1, {"layers/{layer}": name})

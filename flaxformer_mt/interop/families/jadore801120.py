@@ -58,6 +58,8 @@ def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     settings = checkpoint.settings
     fields: dict[str, Any] = guess_tying(checkpoint, SOURCE, TARGET, OUTPUT)
     fields |= fields_of_settings(settings, _FIELDS_OF_SETTINGS)
+    if fields.get("pad_id") == 1:  # Its vocabularies begin with <unk>, <blank>, <s>, </s>.
+        fields |= {"bos_id": 2, "eos_id": 3}
     source, target = (settings.get(f"{side}_pad_idx") for side in ("src", "trg"))
     if None not in (source, target) and source != target:
         raise UserError(f"sources are padded with {source} and targets with {target}: unsupported")

@@ -88,7 +88,9 @@ def compare_models(
         program = _program(jax_function, tree, tuple(leaves), intermediates)
     its_loss, our_loss = loss or (None, None)
     function = _Function(program, applied, tuple(shapes), our_loss, real)
-    pair = _FunctionPair(function, torch_module, forward or _call, its_loss, inputs, dtype)
+    pair = _FunctionPair(
+        function, torch_module, forward or type(torch_module).__call__, its_loss, inputs, dtype
+    )
     given = _by_path(params) if weights_of == "function" else {}
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in given.values()):
         raise UserError("weights_of='function' needs arrays in params, not shapes")
@@ -99,7 +101,7 @@ def compare_models(
         _, leaves = pair.traced(arguments)
         known = {**theirs.values, **theirs.again}
         model = ProgramValues(program, leaves, sites, known, select, VALUES[dtype])
-        return driver.Causes(model=model, sites=list(sites))
+        return driver.Causes(model=model, sites=list(sites), untested=model.untested)
 
     train = None
     if optimizers is not None and num_steps:
@@ -254,10 +256,6 @@ def _default_loss(library: Any, names: Sequence[str], real: Select | None, *outp
         constant = library.asarray(factors, dtype=output.dtype)
         total = total + (output * constant).sum() / size
     return total
-
-
-def _call(module: nn.Module, *tensors: Any) -> Any:
-    return module(*tensors)
 
 
 def _tensor(array: np.ndarray) -> torch.Tensor:

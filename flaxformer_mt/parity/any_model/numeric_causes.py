@@ -8,8 +8,9 @@ import numpy as np
 
 from flaxformer_mt.parity.any_model.program import Equation
 from flaxformer_mt.parity.any_model.segment import Found, ProgramCause, Segment
-
-EPSILONS = (1e-5, 1e-6, 1e-8, 1e-12, 1e-3, 0.0)
+from flaxformer_mt.parity.diagnosis.causes import sublayers
+from flaxformer_mt.parity.diagnosis.inputs import beside
+from flaxformer_mt.parity.diagnosis.operations import Given
 
 
 def another_constant(segment: Segment) -> Found:
@@ -31,7 +32,7 @@ def another_constant(segment: Segment) -> Found:
                 cause, words = "biased variance", "divisor of the sum of squares"
             if _is_logarithm(solved / ours if ours else 0.0):
                 cause = "logarithm base"
-            words = f"the {words} is {solved:.6g} in the reference, {ours:.6g} in ours"
+            words = f"the {words} is {beside(solved, ours)} in the reference, {ours:.6g} in ours"
             yield ProgramCause(cause, words, value(solved))
 
 
@@ -80,7 +81,8 @@ def another_norm(segment: Segment) -> Found:
         for equation in segment.equations
         if equation.name == "div"
         and segment.producer(equation.inputs[0]) == "reduce_sum"
-        and _summand(segment, equation.inputs[0]) not in ("square", "integer_pow", "mul", "exp")
+        and segment.producer(segment.producers[segment.origin(equation.inputs[0])].inputs[0])
+        not in ("square", "integer_pow", "mul", "exp")
     }
     if means:
         words = "the reference's norm does not subtract the mean"
@@ -102,7 +104,8 @@ def _other_roots(segment: Segment, equation: Equation) -> Found:
             return segment.changed({equation.outputs[0]: result})
 
         solved = segment.solve(value, ours)
-        for new in dict.fromkeys((ours, *EPSILONS, *([] if solved is None else [solved]))):
+        solved_for = [] if solved is None or abs(solved) < 1e-14 else [solved]
+        for new in dict.fromkeys((ours, *sublayers.EPSILONS, *solved_for)):
             words = (
                 f"the reference's norm has epsilon {new:.6g} {'inside' if inside else 'outside'} "
                 f"the root and the variance {over}, ours epsilon {ours:.6g}"
@@ -130,11 +133,6 @@ def _count(segment: Segment, number: int) -> int:
         return 0
     sizes = [segment.values[n].size for n in (*equation.inputs, *equation.outputs)]
     return sizes[0] // sizes[1]
-
-
-def _summand(segment: Segment, number: int) -> str:
-    total = segment.producers[segment.origin(number)]
-    return segment.producer(total.inputs[0])
 
 
 def lower_precision(segment: Segment) -> Found:
@@ -228,18 +226,9 @@ def active_dropout(segment: Segment) -> Found:
             parts += [(x, segment.expected - y), (y, segment.expected - x)]
     for ours, theirs in parts:
         known = np.abs(ours) > 1e-3 * np.max(np.abs(ours), initial=0.0)
-        ratios = theirs[known] / ours[known]
-        kept = ratios > 0.5
-        scale = float(np.median(ratios[kept])) if kept.any() else 1.0
-        if kept.all() or scale < 1 + 1e-6 or not np.isfinite(scale):
-            continue
-        zero = np.zeros(ours.shape, bool)
-        zero[known] = ~kept
-        if _is_mask_of_rows(zero, known) or np.array_equal(zero, known & (ours < 0)):
-            continue  # A mask of padding, or an activation.
-        dropped = np.where(np.abs(theirs) < np.abs(theirs - scale * ours), 0, scale * ours)
-        words = (
-            f"the reference has active dropout at a rate of {1 - 1 / scale:.3g}: some values are "
-            f"0, the others {scale:.6g} times ours"
-        )
-        yield ProgramCause("dropout", words, segment.expected - theirs + dropped)
+        for name, words, operation in sublayers.active_dropout(ours, theirs, Given):
+            dropped = operation.value()
+            zero = known & (dropped == 0)
+            # Else it is a mask of padding, or an activation.
+            if not _is_mask_of_rows(zero, known) and np.any(zero != (known & (ours < 0))):
+                yield ProgramCause(name, words, segment.expected - theirs + dropped)

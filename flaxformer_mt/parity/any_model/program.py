@@ -204,7 +204,7 @@ class _Builder(TracedFunction):
             steps.append(out)
         ordered = steps[::-1] if p["reverse"] else steps
         columns = [*zip(*ordered, strict=True)]
-        outputs = [self.apply(_stack, column) for column in columns]
+        outputs = [self.apply(lambda *x: jax.numpy.stack(x), column) for column in columns]
         self.stacks |= dict(zip(outputs, columns, strict=True))
         return [*carry, *outputs]
 
@@ -238,10 +238,6 @@ def _alone(eqn: Any) -> Callable[..., Sequence[Any]]:
     info = core.DebugInfo("parity", eqn.primitive.name, *map(tuple, names))
     jaxpr = core.Jaxpr((), inputs, outputs, [alone], eqn.effects, info)
     return core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, ()))
-
-
-def _stack(*slices: Any) -> Any:
-    return jax.numpy.stack(slices)
 
 
 def _has_taps(body: Any) -> bool:

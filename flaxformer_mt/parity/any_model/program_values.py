@@ -1,6 +1,6 @@
 """Explains the differences of a traced function, see `diagnosis/first_cause.py`."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,7 +8,7 @@ import numpy as np
 from flaxformer_mt.parity.any_model import numeric_causes, structural_causes
 from flaxformer_mt.parity.any_model.program import TracedFunction
 from flaxformer_mt.parity.any_model.segment import Found, Numbers, Segment, compute
-from flaxformer_mt.parity.diagnosis.inputs import Diagnosis
+from flaxformer_mt.parity.diagnosis.inputs import Diagnosis, Untested, most_specific, testing
 from flaxformer_mt.parity.trace import MASKED, comparable, is_scores
 
 CAUSES: list[Callable[[Segment], Found]] = [
@@ -19,6 +19,7 @@ CAUSES: list[Callable[[Segment], Found]] = [
     structural_causes.another_softmax,
     structural_causes.another_mask,
     structural_causes.another_order,
+    structural_causes.exchanged,
     structural_causes.other_inputs,
     structural_causes.other_parameters,
     numeric_causes.lower_precision,
@@ -53,6 +54,7 @@ class ProgramValues:
         }
         self._fixed = set(self._values)
         self._known: dict[int, str] = {}
+        self.untested: Untested = {}
 
     def predict(self, site: str) -> np.ndarray:
         return comparable(site, self._segment(site).value)
@@ -81,19 +83,15 @@ class ProgramValues:
     def explain(self, site: str, expected: np.ndarray) -> Diagnosis | None:
         if not np.issubdtype(expected.dtype, np.inexact):  # Causes are those of computations.
             return None
-        segment = self._segment(site, expected)
-        found = []
         # Wrong candidates may divide by zero or overflow, which rules them out.
         with np.errstate(all="ignore"):
-            for cause in CAUSES:
-                for candidate in cause(segment):
-                    residual = segment.residual(candidate.value)
-                    if residual <= self._tolerance:
-                        found.append(Diagnosis(candidate.cause, candidate.explanation, residual))
-        if not found:
-            return None
-        best = min(diagnosis.residual for diagnosis in found)
-        return next(d for d in found if d.residual <= 10 * best + 0.05 * self._tolerance)
+            return most_specific(self._found(self._segment(site, expected)), self._tolerance)
+
+    def _found(self, segment: Segment) -> Iterator[Diagnosis]:
+        for cause in CAUSES:
+            with testing(cause.__name__, self.untested):
+                for name, words, value in cause(segment):
+                    yield Diagnosis(name, words, segment.residual(value))
 
     def set(self, site: str, predicted: np.ndarray, expected: np.ndarray | None) -> None:
         if expected is not None:

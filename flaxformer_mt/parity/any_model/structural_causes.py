@@ -1,5 +1,6 @@
 """Causes that are steps: omitted, replaced or reordered operations, weights and inputs."""
 
+import collections
 import itertools
 import re
 from collections.abc import Iterator
@@ -28,6 +29,8 @@ def left_out(segment: Segment) -> Found:
         if equation.name not in _VERBS:
             continue
         (output,) = equation.outputs
+        if {each.name for each in segment.consumers(output)} & _COMPARISONS:
+            continue  # Of indices: a mask, which has causes of its own.
         result = segment.values[output]
         for kept, omitted in ((0, 1), (1, 0))[: 2 if equation.name in ("add", "mul") else 1]:
             value, other = segment.values[equation.inputs[kept]], equation.inputs[omitted]
@@ -41,6 +44,7 @@ def left_out(segment: Segment) -> Found:
                 yield segment.cause(f"{cause} added twice", words, {output: twice})
 
 
+_COMPARISONS = {"eq", "ne", "ge", "gt", "le", "lt"}
 _VERBS = {"add": "add", "sub": "subtract", "mul": "multiply by", "div": "divide by"}
 
 
@@ -61,6 +65,8 @@ def _omission(segment: Segment, equation: Equation, operand: int) -> str:
 def another_activation(segment: Segment) -> Found:
     """Another elementwise function, or one more."""
     for start, end in _elementwise_regions(segment):
+        if not np.issubdtype(segment.values[start].dtype, np.floating):
+            continue
         hidden = torch.tensor(segment.values[start])
         for kind, function in ACTIVATIONS.items():
             words = f"the reference applies {kind} to {segment.label(start)}, ours another function"
@@ -193,6 +199,20 @@ def another_order(segment: Segment) -> Found:
             yield segment.cause("transposed matrix", words, {number: matrix.T})
 
 
+def exchanged(segment: Segment) -> Found:
+    """Two values of one shape are exchanged, such as queries and keys or the halves of a gate."""
+    halves: dict[int, list[int]] = collections.defaultdict(list)
+    for equation in segment.equations:
+        if equation.name in ("slice", "split"):
+            halves[equation.inputs[0]] += equation.outputs
+    for together in ([n for n in segment.leaves if n in segment.known], *halves.values()):
+        for one, other in itertools.combinations(together, 2):
+            x, y = segment.values[one], segment.values[other]
+            if (x.shape, x.dtype) == (y.shape, y.dtype):
+                words = f"the reference exchanges {segment.label(one)} and {segment.label(other)}"
+                yield segment.cause("exchanged operands", words, {one: y, other: x})
+
+
 def other_parameters(segment: Segment) -> Found:
     """Another parameter of the same shape, or all those of another layer or module."""
     everything = {
@@ -201,10 +221,17 @@ def other_parameters(segment: Segment) -> Found:
         if number in segment.values
     }
     for number, path in segment.parameters.items():
+        own = segment.values[number]
         for other, value in everything.items():
-            if other != path and value.shape == segment.values[number].shape:
+            if other != path and value.shape == own.shape:
                 words = f"the reference uses {other}, ours {path}"
                 yield segment.cause("wrong weights", words, {number: value})
+            elif other != path and value.T.shape == own.shape:
+                words = f"the reference uses the transpose of {other}, ours {path}"
+                yield segment.cause("wrong weights", words, {number: value.T})
+        for added in (1, -1) if own.ndim == 1 else ():
+            words = f"the reference uses {path} {'+' if added > 0 else '-'} 1"
+            yield segment.cause("scale plus 1", words, {number: own + added})
     prefixes = {path.rpartition("/")[0] for path in segment.parameters.values()}
     for ours, theirs in itertools.product(prefixes, {p.rpartition("/")[0] for p in everything}):
         changes = {

@@ -19,9 +19,11 @@ from flaxformer_mt.parity.diagnosis.inputs import (
     Diagnosis,
     DiagnosisInputs,
     Select,
+    most_specific,
     parse_site,
     relative_difference,
     select_rows,
+    testing,
 )
 from flaxformer_mt.parity.diagnosis.operations import Operation
 from flaxformer_mt.parity.reports.comparison import Finding
@@ -96,14 +98,7 @@ def diagnose(inputs: DiagnosisInputs) -> Diagnosis | None:
         return None  # Gradients and optimizer steps have no causes of their own.
     # Wrong candidates may divide by zero or overflow, which rules them out.
     with np.errstate(all="ignore"):
-        predictions = _predictions(inputs.in_float64())
-        found = [each for each in predictions if each.residual <= inputs.tolerance]
-    if not found:
-        return None
-    # Of those that are right up to rounding, the first is the most specific.
-    best = min(diagnosis.residual for diagnosis in found)
-    enough = 10 * best + 0.05 * inputs.tolerance
-    return next(diagnosis for diagnosis in found if diagnosis.residual <= enough)
+        return most_specific(_predictions(inputs.in_float64()), inputs.tolerance)
 
 
 def _predictions(inputs: DiagnosisInputs) -> Iterator[Diagnosis]:
@@ -117,9 +112,10 @@ def _predictions(inputs: DiagnosisInputs) -> Iterator[Diagnosis]:
         for candidate in candidates(operation, SuspectSite(inputs, site, theirs)):
             # A wrong epsilon is rarely wrong in only one norm.
             for everywhere in (False,) if here else (True, False):
-                predicted = _consequence(inputs, site, candidate, everywhere)
-                residual = _residual(inputs, predicted, expected)
-                yield Diagnosis(candidate.cause, candidate.explanation + where, residual)
+                with testing(candidate.cause, inputs.untested):
+                    predicted = _consequence(inputs, site, candidate, everywhere)
+                    residual = _residual(inputs, predicted, expected)
+                    yield Diagnosis(candidate.cause, candidate.explanation + where, residual)
 
 
 def _suspects(inputs: DiagnosisInputs) -> list[str]:

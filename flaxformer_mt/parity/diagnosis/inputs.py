@@ -1,6 +1,7 @@
 """The inputs and the result of a diagnosis, the names of sites, and how values are compared."""
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
@@ -23,6 +24,36 @@ class Diagnosis(NamedTuple):
     """One sentence that states what the reference and our model compute."""
     residual: float
     """The difference that remains if the cause is assumed, relative to the largest magnitude."""
+
+
+Untested: TypeAlias = dict[str, str]
+"""Causes that failed themselves, with a sentence on why."""
+
+
+@contextlib.contextmanager
+def testing(cause: str, untested: Untested) -> Iterator[None]:
+    """Notes the failure of a cause, which must not hide the differences that were found."""
+    try:
+        yield
+    except Exception as error:
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        name = cause.replace("_", " ")
+        untested[cause] = f"The cause {name} was not tested everywhere ({why})."
+
+
+def beside(theirs: float, ours: float) -> str:
+    """Formats a number of the reference so that it is told from ours."""
+    if f"{theirs:.6g}" != f"{ours:.6g}":
+        return f"{0.0 if abs(theirs) < 1e-14 else theirs:.6g}"
+    rounded = abs(theirs - float(np.float32(ours))) <= 1e-12 * abs(ours)
+    return f"{ours:.6g} rounded to float32" if rounded else f"{theirs:.12g}"
+
+
+def most_specific(found: Iterable[Diagnosis], tolerance: float) -> Diagnosis | None:
+    """Returns the first of those that explain a difference up to rounding, if any does."""
+    right = [each for each in found if each.residual <= tolerance]
+    best = min((each.residual for each in right), default=0.0)
+    return next((each for each in right if each.residual <= 10 * best + 0.05 * tolerance), None)
 
 
 class ParsedSite(NamedTuple):
@@ -77,6 +108,7 @@ class DiagnosisInputs(NamedTuple):
     loss: float
     convention: str
     smoothing: float
+    untested: Untested
     again: Mapping[str, np.ndarray] = MappingProxyType({})
     """The reference's values of further calls, see `trace.ModuleValues.again`."""
 

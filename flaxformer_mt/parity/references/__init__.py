@@ -49,7 +49,11 @@ def build(family: str, **sizes: Any) -> nn.Module:
     config = preset(family, **{name: sizes[name] for name in sizes if name in fields})
     module = _module(family)
     with default_dtype(config.param_dtype):
-        return module.build(config, **options)
+        reference = module.build(config, **options)
+    for part in reference.modules() if config.pad_id < 0 else ():
+        if isinstance(part, nn.Embedding):  # It takes -1 for the last row.
+            part.padding_idx = None
+    return reference
 
 
 def of_config(family: str, config: TransformerConfig, dtype: str, **options: Any) -> nn.Module:

@@ -23,9 +23,7 @@ def jadore801120(logits: Tensor, targets: Tensor, e: float, pad_id: int) -> tupl
 
 def annotated(logits: Tensor, targets: Tensor, e: float, pad_id: int) -> tuple[Tensor, Tensor]:
     """Divergence from 1 - e on the target, 0 on padding, e / (V - 2) elsewhere."""
-    smoothed = torch.full_like(logits, e / (logits.shape[1] - 2))
-    smoothed.scatter_(1, targets.unsqueeze(1), 1 - e)
-    smoothed[:, pad_id] = 0
+    smoothed = _other_classes(logits, e, pad_id).scatter(1, targets.unsqueeze(1), 1 - e)
     smoothed[targets == pad_id] = 0
     divergence = F.kl_div(F.log_softmax(logits, dim=1), smoothed, reduction="sum")
     return divergence, (targets != pad_id).sum()
@@ -35,11 +33,17 @@ def annotated_wide_heads(
     logits: Tensor, targets: Tensor, e: float, pad_id: int
 ) -> tuple[Tensor, Tensor]:
     """As `annotated`, but one smoothed row serves all targets, and padding counts as a class."""
-    smoothed = torch.full((1, logits.shape[1]), e / (logits.shape[1] - 2), dtype=logits.dtype)
-    smoothed[0, pad_id] = 0
-    smoothed = smoothed.repeat(len(targets), 1).scatter(1, targets.unsqueeze(1), 1 - e)
+    smoothed = _other_classes(logits, e, pad_id).scatter(1, targets.unsqueeze(1), 1 - e)
     divergence = F.kl_div(F.log_softmax(logits, dim=1), smoothed, reduction="sum")
     return divergence, torch.tensor(len(targets))
+
+
+def _other_classes(logits: Tensor, e: float, pad_id: int) -> Tensor:
+    if pad_id < 0:  # No class is padding.
+        return torch.full_like(logits, e / (logits.shape[1] - 1))
+    smoothed = torch.full_like(logits, e / (logits.shape[1] - 2))
+    smoothed[:, pad_id] = 0
+    return smoothed
 
 
 def tunz(logits: Tensor, targets: Tensor, e: float, pad_id: int) -> tuple[Tensor, Tensor]:

@@ -38,16 +38,17 @@ def read(inputs: Path, outputs: Path) -> SavedValues:
 
     The latter are `logits` [B, T, V] or values by site, float32 or float64; an .npy file is logits.
     """
-    tokens = _arrays(inputs)
+    given = _arrays(inputs)
     for name in INPUTS[:2]:
-        if name not in tokens:
-            raise UserError(f"{inputs} has no array {name}, only {', '.join(tokens) or 'nothing'}")
+        if name not in given:
+            raise UserError(f"{inputs} has no array {name}, only {', '.join(given) or 'nothing'}")
+    tokens = {name: given[name] for name in INPUTS if name in given}  # It may be one file for both.
     for name, array in tokens.items():
         if array.dtype.kind not in "iu":
             raise UserError(f"{inputs}: {name} is {array.dtype}, but tokens are integers")
-    values = _arrays(outputs)
+    values = {name: array for name, array in _arrays(outputs).items() if name not in INPUTS}
     if not values:
-        raise UserError(f"{outputs} has no arrays")
+        raise UserError(f"{outputs} has no array of values, such as logits")
     for name, array in values.items():
         if array.dtype not in (np.float32, np.float64):
             raise UserError(f"{outputs}: {name} is {array.dtype}, but must be float32 or float64")

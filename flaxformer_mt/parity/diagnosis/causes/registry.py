@@ -14,6 +14,7 @@ from flaxformer_mt.parity.diagnosis.inputs import (
     parse_site,
     real_rows,
     select_rows,
+    testing,
 )
 from flaxformer_mt.parity.diagnosis.operations import Operation, Switches
 from flaxformer_mt.parity.diagnosis.site_operations import NotComputed
@@ -97,7 +98,10 @@ def candidates(operation: Operation, site: SuspectSite) -> Found:
     for kind in type(operation).__mro__:
         for function in CAUSES.get(kind, ()):
             # A cause ends where it needs a value that does not exist, and some are NaN.
-            with contextlib.suppress(NotComputed, np.linalg.LinAlgError):
+            with (
+                testing(function.__name__, site.inputs.untested),
+                contextlib.suppress(NotComputed, np.linalg.LinAlgError),
+            ):
                 yield from function(operation, site)
 
 
