@@ -93,7 +93,6 @@ def test_an_opus_mt_model(example, file, trained_run, tmp_path):
     assert Run("tuned").config.train.init_from == "tuned-start"
 
 
-@pytest.mark.slow
 def test_an_attention_of_your_own(example, tmp_path):
     size = ("--width", 8, "--pairs", 60, "--kinds", "cosine")
     out = example("own_attention", "--workdir", "runs", *size, *TINY)
