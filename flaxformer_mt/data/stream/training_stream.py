@@ -254,9 +254,9 @@ class _PairReader:
         if self.sampler is None or texts is None:
             raise ValueError("data.subword_sampling needs a vocabulary to sample from")
         decoded = [texts[index].tobytes().decode() for index in range(len(texts))]
-        amount, end = self.config.data.subword_sampling, self.config.model.eos_id
+        amount = self.config.data.subword_sampling
         sampled = self.sampler.sample(decoded, int(random.integers(2**32)), amount)
-        drawn = Sentences.from_lists([[*tokens, end] for tokens in sampled])
+        drawn = Sentences.from_lists([*map(self.sampler.with_source_end, sampled)])
         too_long = drawn.lengths > self.row_lengths[0]
         indices = np.arange(len(texts)) + len(texts) * too_long
         return Sentences.join([drawn, sources]).take(indices)
