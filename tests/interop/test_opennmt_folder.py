@@ -3,6 +3,7 @@
 import argparse
 import io
 
+import numpy as np
 import pytest
 import sentencepiece
 import torch
@@ -13,6 +14,8 @@ import flaxformer_mt as fmt
 from flaxformer_mt import cli
 from flaxformer_mt.data.corpora.corpus import ParallelCorpus
 from flaxformer_mt.data.stream.encoded_corpus import encode_corpus
+from flaxformer_mt.data.stream.links import pack_links
+from flaxformer_mt.data.stream.packing import Sentences, TokenPairs
 from flaxformer_mt.decoding.attention_weights import sentence_attention
 from flaxformer_mt.decoding.scoring.scorer import Scorer
 from flaxformer_mt.errors import UserError
@@ -205,31 +208,19 @@ def test_training_reads_sources_without_end_token(loaded):
     assert pairs.targets[0].tolist()[-1] == 3
 
 
+@pytest.mark.parametrize(("source", "kept"), [([7, 8, 9], [0, 1, 2]), ([7, 8, 3], [0, 1])])
+def test_links_of_the_last_word_train_where_no_end_token_follows(source, kept):
+    sides = [Sentences.from_lists([tokens]) for tokens in (source, [5, 6, 7, 3])]
+    links = Sentences.from_lists([[0, 0, 1, 1, 2, 2]])
+    (dense,) = pack_links(TokenPairs(*sides, links), [[0]], 4, 4)
+    assert [tuple(link) for link in np.argwhere(dense)] == [(index, index) for index in kept]
+
+
 def test_exports_that_end_sources_are_refused(tmp_path, loaded):
     made, _ = loaded
     for family in ("ctranslate2", "jax", "marian", "marian-native", "mbart"):
         with pytest.raises(UserError, match=f"cannot be converted to {family}"):
             convert("opennmt", family, made.folder, tmp_path / "out")
-
-
-def test_vocabularies_in_files(tmp_path):
-    options = {"src_words_min_frequency": 2, "vocab_size_multiple": 4}
-    made = Made(tmp_path / "model", None, options=options)
-    del made.content["vocab"]
-    made.save()
-    words = {
-        side: [token for token in tokens[4:] if not token.startswith("averyunlikely")]
-        for side, tokens in (("src", made.source), ("tgt", made.target))
-    }
-    counted = [*(f"{token}\t{5}" for token in words["src"]), "rare\t1"]
-    (made.folder / "src.vocab").write_text("\n".join(counted) + "\n")
-    (made.folder / "vocab.tgt.txt").write_text("\n".join(["<s>", "</s>", *words["tgt"]]) + "\n")
-    tokenizers = fmt.load(made.folder, "opennmt").tokenizers
-    for side, names in ((tokenizers.source, made.source), (tokenizers.target, made.target)):
-        assert side.pieces(range(side.vocab_size)) == ["\u2581" + name for name in names]
-    (made.folder / "src.vocab").write_text("\n".join([*counted, "house"]) + "\n")
-    with pytest.raises(UserError, match=rf"src.vocab, line {len(counted) + 1}: not a token and"):
-        fmt.load(made.folder)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +229,7 @@ def test_vocabularies_in_files(tmp_path):
         ({"transforms": ["onmt_tokenize"]}, "the transform onmt_tokenize, only by sentencepiece"),
         ({"_all_transform": {"prefix", "bpe"}, "transforms": []}, "the transform prefix"),
         ({"transforms": ["bpe", "sentencepiece"]}, "the transform sentencepiece"),
-        ({"transforms": 3}, "transforms=3 is not a list"),
+        ({"transforms": 3}, "its transforms are not a list: 3"),
         ({"src_vocab_threshold": 5}, "cannot have src_vocab_threshold: 5"),
         ({"src_subword_model": r"C:\data\other.model"}, "has no other.model, the src_subword"),
     ],
@@ -253,18 +244,20 @@ def test_options_that_are_not_supported(tmp_path, options, message):
 @pytest.mark.parametrize(
     ("vocab", "message"),
     [
-        (3, "vocab is not a dict"),
-        ({}, "has no vocab, and .* no file src.vocab: copy the src_vocab"),
+        (3, r"vocab\[src\] is not a list of tokens, as OpenNMT-py 3"),
+        ({}, r"vocab\[src\] is not a list of tokens"),
         ({"tgt": ["a"]}, r"vocab\[src\] is not a list of tokens"),
         ({"src": ["a\nb"]}, r"vocab\[src\] is not a list of tokens"),
         ({"src": ["<s>"], "tgt": ["a"]}, "has no <blank>"),
         ({"src": [*SPECIAL, "a"], "tgt": [*SPECIAL, "a"]}, r"vocab\[src\] has 5 tokens, with"),
-        ({"src": [*SPECIAL, "a"], "tgt": [*SPECIAL[::-1], "a"]}, "<blank> as token 1, .* token 2"),
+        ("swapped", r"vocab\[src\] has pad_id=1, not 2"),
         ({"src": SPECIAL, "tgt": SPECIAL, "decoder_start_token": "x"}, "source.tokens has no x"),
     ],
 )
 def test_damaged_vocabularies(tmp_path, vocab, message):
     made = Made(tmp_path / "model", "sentencepiece")
+    if vocab == "swapped":
+        vocab = {"src": made.source, "tgt": [*SPECIAL[::-1], *made.target[4:]]}
     made.content["vocab"] = vocab
     made.save()
     with pytest.raises(UserError, match=message):

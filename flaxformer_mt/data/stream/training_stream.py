@@ -239,10 +239,10 @@ class _PairReader:
             ]
         )
         source_length, target_length = self.row_lengths
-        targets = pairs.targets.truncate(target_length)
+        targets = pairs.targets.truncate(target_length, self.config.model.eos_id)
         if pairs.sources is None:
             return dataclasses.replace(pairs, targets=targets)
-        sources = pairs.sources.truncate(source_length)
+        sources = pairs.sources.truncate(source_length, self.config.model.eos_id)
         if self.config.data.subword_sampling:
             sources = self._resample(sources, pairs.texts, random)
         return dataclasses.replace(pairs, sources=sources, targets=targets, texts=None)

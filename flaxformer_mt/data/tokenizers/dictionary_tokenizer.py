@@ -22,12 +22,11 @@ from flaxformer_mt.data.tokenizers.base import Tokenizer
 from flaxformer_mt.data.tokenizers.marian_tokenizer import TokenizerFiles
 from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE, TextSampler, open_model
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.input_files import parse_json
 
 TOKENS_FILE, PIECES_FILE, CODES_FILE = "{side}.tokens", "{side}.spm", "{side}.codes"
 """The tokens of a side in the order of their ids, one a line; and what segments texts, if any."""
-OPENNMT_FILE = "opennmt.json"
-"""If present, vocabularies are those of OpenNMT-py: {"decoder_start_token": "<s>"}."""
+OPENNMT_FILE = "opennmt.start"
+"""In vocabularies of OpenNMT-py, the token that decoding starts from."""
 FILES = (
     *(
         name.format(side=side)
@@ -62,11 +61,7 @@ class DictionaryTokenizer(Tokenizer):
         self._is_opennmt = OPENNMT_FILE in files
         pad, first = "<pad>", "</s>"  # fairseq starts decoding from the end token.
         if self._is_opennmt:
-            path = str(Path(folder, OPENNMT_FILE))
-            settings = parse_json(files[OPENNMT_FILE], path)
-            if not isinstance(settings, dict) or "decoder_start_token" not in settings:
-                raise UserError(f"{path} is damaged: it has no decoder_start_token")
-            pad, first = "<blank>", settings["decoder_start_token"]
+            pad, first = "<blank>", files[OPENNMT_FILE].decode(errors="replace")
         special = ("<s>", pad, "</s>", "<unk>", first)
         if missing := [token for token in special if token not in self._ids]:
             raise UserError(f"{label} has no {missing[0]}")
