@@ -99,9 +99,9 @@ def load(folder: str | Path, family: str | None = None) -> Model:
     """Loads a whole model from a folder.
 
     Args:
-      folder: a folder of OPUS-MT or another family of the Hugging Face Hub, a folder of Marian or
-        fairseq, an export to JAX, or a run folder, whose best checkpoint is loaded. Nothing is
-        downloaded.
+      folder: a folder of OPUS-MT or another family of the Hugging Face Hub, a folder of Marian,
+        fairseq or OpenNMT-py, an export to JAX, or a run folder, whose best checkpoint is loaded.
+        Nothing is downloaded.
       family: what to read it as, as in `flaxformer-mt convert --from`; by default it is found out.
 
     Returns:
@@ -131,6 +131,8 @@ def _family_of(folder: Path) -> str:
             return "fairseq"
         if any(folder.glob("*.npz")) or any(folder.glob("*.bin")):
             return "marian-native"
+        if any(folder.glob("*.pt")):
+            return "opennmt"
         raise UserError(f"{folder} holds no model: it has no {CONFIG}, dict.txt or file of Marian")
     settings = read_json(folder / CONFIG)
     kind = settings.get("model_type") if isinstance(settings, dict) else None

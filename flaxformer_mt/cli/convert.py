@@ -39,6 +39,7 @@ def convert(
       flaxformer-mt convert --from marian opus-mt-en-de RUN
       flaxformer-mt convert --from marian-native firefox-en-pt RUN
       flaxformer-mt convert --from fairseq FOLDER RUN
+      flaxformer-mt convert --from opennmt FOLDER RUN
       flaxformer-mt convert --from flaxformer_mt --to marian RUN FOLDER
       flaxformer-mt convert --from flaxformer_mt --to ctranslate2 RUN FOLDER
       flaxformer-mt convert --from flaxformer_mt --to jax RUN FOLDER

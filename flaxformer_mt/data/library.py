@@ -176,7 +176,8 @@ def padded(
     assert encoded.sources is not None
     batch = make_batch(
         TokenPairs(
-            encoded.sources.truncate(source_length), encoded.targets.truncate(target_length)
+            encoded.sources.truncate(source_length, config.eos_id),
+            encoded.targets.truncate(target_length, config.eos_id),
         ),
         [[number] for number in range(len(pairs))],
         BatchShape(len(pairs), source_length, target_length),

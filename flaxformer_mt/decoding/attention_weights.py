@@ -53,7 +53,7 @@ class SentenceAttention:
     source: str
     target: str
     source_tokens: tuple[str, ...]
-    """S pieces, end token included."""
+    """S pieces, with the end token, if the model's sources have one."""
     input_tokens: tuple[str, ...]
     """T pieces: what the decoder reads, the start token and all of `target_tokens` but the last."""
     target_tokens: tuple[str, ...]
@@ -82,7 +82,8 @@ def sentence_attention(
         raise UserError("the source is empty: give a sentence")
     model, params = translator.models[0]
     tokenizers = translator.tokenizers
-    source_ids = [*tokenizers.source.encode([source])[0], model.eos_id]
+    (source_text,) = tokenizers.source.encode([source])
+    source_ids = tokenizers.source.with_source_end(source_text)
     if target is None:
         limit = longest_source(translator.decode, [model])
         if len(source_ids) > limit:
@@ -106,7 +107,7 @@ def sentence_attention(
         target=target,
         source_tokens=(
             *tokenizers.source.split([source])[0],
-            _piece(tokenizers.source, model.eos_id),
+            *tokenizers.source.pieces(source_ids[len(source_text) :]),
         ),
         input_tokens=(_piece(tokenizers.target, model.bos_id), *target_tokens[:-1]),
         target_tokens=tuple(target_tokens),

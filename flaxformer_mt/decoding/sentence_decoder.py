@@ -288,10 +288,11 @@ class SentenceDecoder:
                 )
             max_length = min(max_length, self.limit)
         allowed = None
+        source = self.tokenizers.source.with_source_end(segment.tokens)
         if self.shortlist is not None:
-            allowed = self.shortlist.allowed([*segment.tokens, self.model.eos_id], required)
+            allowed = self.shortlist.allowed(source, required)
         return Request(
-            source=[*segment.tokens, self.model.eos_id],
+            source=source,
             min_length=min(min_length, max_length - 1),
             max_length=max_length,
             prefix=segment.prefix,
@@ -331,12 +332,11 @@ class SentenceDecoder:
         group: Sequence[tuple[int, list[Hypothesis]]],
     ) -> Iterator[tuple[int, list[Hypothesis]]]:
         pairs = [(segments[number], h) for number, hypotheses in group for h in hypotheses]
-        eos_id = self.model.eos_id
         results = teacher_force(
             self.params,
             self.model,
             self.decode,
-            [[*segment.tokens, eos_id] for segment, _ in pairs],
+            [self.tokenizers.source.with_source_end(segment.tokens) for segment, _ in pairs],
             [hypothesis.tokens for _, hypothesis in pairs],
             attention=True,
         )
@@ -357,7 +357,9 @@ class SentenceDecoder:
         """
         assert attention is not None
         source, target = self.tokenizers.source, self.tokenizers.target
-        attention = alignment.without_ends(attention, hypothesis.tokens, self.model.eos_id)
+        attention = alignment.without_ends(
+            attention, segment.tokens, hypothesis.tokens, self.model.eos_id
+        )
         tokens = hypothesis.tokens[: len(attention)]
         (own,) = source.encode_parts([segment.segment.text])
         num_added = len(source.with_first(own)) - len(own)

@@ -42,6 +42,8 @@ class PublishedCheckpoint(NamedTuple):
     """The state dict of the optimizer, unchecked; None if there is none."""
     prefix: str = ""
     """What preceded all names of tensors in the file, such as "module."; see `without_prefix`."""
+    vocabularies: Any = None
+    """What OpenNMT-py stores as "vocab", unchecked; None if there is nothing."""
 
     def without_prefix(self, prefix: str) -> Self:
         """Returns the checkpoint without a prefix that all names of its tensors have."""
@@ -141,6 +143,7 @@ def read(
         _arrays(_state_dict(content), ignores),
         first(SETTINGS_KEYS) or {},
         first(OPTIMIZER_KEYS),
+        vocabularies=training.get("vocab"),
     )
 
 

@@ -35,6 +35,7 @@ BundleWriter = Callable[..., Notes]
 READERS = {
     **dict.fromkeys(HUB_FAMILIES, "huggingface"),
     "fairseq": "fairseq_folder",
+    "opennmt": "opennmt_folder",
     "marian-native": "marian_folder",
     "jax": "jax_export",
 }

@@ -197,6 +197,11 @@ def _check_global(value: str) -> None:
         return
     if path.startswith("torch."):
         raise UserError(f"it contains a {path}: only dense tensors can be read")
+    if path.startswith(("onmt.", "torchtext.")):
+        raise UserError(
+            f"it contains vocabularies of OpenNMT-py 2 ({path}), which would run code: convert it "
+            "by tools/convertv2_v3.py of OpenNMT-py, or save only the model's state_dict()"
+        )
     raise UserError(
         f"it contains more than tensors: loading would run {path}, so it was stopped; save only "
         "the model's state_dict()"

@@ -90,7 +90,7 @@ def test_take_join_and_truncate():
     joined = Sentences.join([SENTENCES, taken])
     assert len(joined) == 6
     assert joined[4].tolist() == [11, 12, 2]
-    truncated = joined.truncate(3)
+    truncated = joined.truncate(3, eos_id=2)
     assert [truncated[i].tolist() for i in range(4)] == [
         [11, 12, 2],
         [21, 2],
@@ -98,6 +98,8 @@ def test_take_join_and_truncate():
         [31, 32, 2],
     ]
     assert SENTENCES[2].tolist() == [31, 32, 33, 2]
+    # Sentences without an end token get none.
+    assert SENTENCES.truncate(3, eos_id=9)[2].tolist() == [31, 32, 33]
 
 
 def test_plan_finishes_a_row_with_two_pairs_that_fill_it():

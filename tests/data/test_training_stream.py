@@ -64,6 +64,9 @@ class RepeatingSampler:
         random = np.random.default_rng(seed)
         return [[int(text)] * random.integers(1, 20) for text in texts]
 
+    def with_source_end(self, tokens):
+        return [*tokens, TransformerConfig.eos_id]
+
 
 def sampled_corpus(count):
     corpus = random_pairs(count)

@@ -81,9 +81,13 @@ def test_words_match_the_text(talker):
 
 def test_end_tokens_are_removed():
     attention = np.arange(12).reshape(3, 4)
-    np.testing.assert_array_equal(without_ends(attention, (7, 8, 2), 2), attention[:2, :3])
-    np.testing.assert_array_equal(without_ends(attention, (7, 8, 9), 2), attention[:, :3])
-    assert without_ends(np.zeros((0, 4)), (), 2).shape == (0, 3)
+    np.testing.assert_array_equal(
+        without_ends(attention, (4, 5, 6), (7, 8, 2), 2), attention[:2, :3]
+    )
+    np.testing.assert_array_equal(
+        without_ends(attention, (4, 5, 6), (7, 8, 9), 2), attention[:, :3]
+    )
+    assert without_ends(np.zeros((0, 4)), (4, 5, 6), (), 2).shape == (0, 3)
 
 
 class Vocabulary:

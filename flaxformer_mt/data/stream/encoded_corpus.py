@@ -180,8 +180,8 @@ class PairEncoder:
     def __init__(
         self, tokenizers: Tokenizers, corpus: Corpus, has_inputs: bool, keeps_texts: bool = False
     ) -> None:
-        self._sources = _SideEncoder(tokenizers.source) if has_inputs else None
-        self._targets = _SideEncoder(tokenizers.target)
+        self._sources = _SideEncoder(tokenizers.source, True) if has_inputs else None
+        self._targets = _SideEncoder(tokenizers.target, False)
         self._links = LinkEncoder(tokenizers, corpus.name) if corpus.is_aligned else None
         self._keeps_texts = keeps_texts and has_inputs
 
@@ -204,17 +204,15 @@ class PairEncoder:
 
 
 class _SideEncoder:
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, is_source: bool):
         self._tokenizer = tokenizer
+        self._ended = tokenizer.with_source_end if is_source else self._with_end
         self._lengths = [np.empty(0, np.int64)]
         self._unknown_tokens = 0
         self._unknown_example = ""
 
     def encode(self, texts: Sequence[str]) -> Sentences:
-        end = self._tokenizer.eos_id
-        sentences = Sentences.from_lists(
-            [[*tokens, end] for tokens in self._tokenizer.encode(texts)]
-        )
+        sentences = Sentences.from_lists([*map(self._ended, self._tokenizer.encode(texts))])
         self._lengths.append(sentences.lengths)
         unknown = np.flatnonzero(sentences.tokens == self._tokenizer.unk_id)
         self._unknown_tokens += len(unknown)
@@ -231,6 +229,9 @@ class _SideEncoder:
             unknown_example=self._unknown_example,
             unknown_id=self._tokenizer.unk_id,
         )
+
+    def _with_end(self, tokens: Sequence[int]) -> list[int]:
+        return [*tokens, self._tokenizer.eos_id]
 
 
 def encode_corpus(

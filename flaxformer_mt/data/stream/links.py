@@ -81,8 +81,9 @@ def pack_links(
         for pair in members:
             ends = starts + np.array([len(sources[pair]), len(targets[pair])])
             tokens = starts + links[pair].reshape(-1, 2)
-            # The last token is the end token, also where a sentence was truncated.
-            source, target = tokens[(tokens < ends - 1).all(axis=1)].T
+            # Targets end with the end token, also where they were truncated; sources may.
+            has_end = sources[pair][-1] == targets[pair][-1]
+            source, target = tokens[(tokens < ends - [has_end, 1]).all(axis=1)].T
             row[target, source] = 1
             starts = ends
     return dense / np.maximum(dense.sum(axis=-1, keepdims=True), 1)

@@ -65,12 +65,13 @@ class Sentences:
         lengths = self.offsets[indices + 1] - starts
         return Sentences(self.tokens[_ranges(starts, lengths)], _offsets(lengths))
 
-    def truncate(self, length: int) -> "Sentences":
-        """Copies all sentences, truncated to `length` tokens; the last remains the end token."""
+    def truncate(self, length: int, eos_id: int) -> "Sentences":
+        """Copies all sentences, truncated to `length` tokens; an end token remains the last."""
         lengths = np.minimum(self.lengths, length)
         offsets = _offsets(lengths)
         tokens = self.tokens[_ranges(self.offsets[:-1], lengths)]
-        tokens[offsets[1:] - 1] = self.tokens[self.offsets[1:] - 1]
+        has_end = self.tokens[self.offsets[1:] - 1] == eos_id
+        tokens[offsets[1:][has_end] - 1] = eos_id
         return Sentences(tokens, offsets)
 
 

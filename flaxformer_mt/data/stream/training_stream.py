@@ -239,10 +239,10 @@ class _PairReader:
             ]
         )
         source_length, target_length = self.row_lengths
-        targets = pairs.targets.truncate(target_length)
+        targets = pairs.targets.truncate(target_length, self.config.model.eos_id)
         if pairs.sources is None:
             return dataclasses.replace(pairs, targets=targets)
-        sources = pairs.sources.truncate(source_length)
+        sources = pairs.sources.truncate(source_length, self.config.model.eos_id)
         if self.config.data.subword_sampling:
             sources = self._resample(sources, pairs.texts, random)
         return dataclasses.replace(pairs, sources=sources, targets=targets, texts=None)
@@ -254,9 +254,9 @@ class _PairReader:
         if self.sampler is None or texts is None:
             raise ValueError("data.subword_sampling needs a vocabulary to sample from")
         decoded = [texts[index].tobytes().decode() for index in range(len(texts))]
-        amount, end = self.config.data.subword_sampling, self.config.model.eos_id
+        amount = self.config.data.subword_sampling
         sampled = self.sampler.sample(decoded, int(random.integers(2**32)), amount)
-        drawn = Sentences.from_lists([[*tokens, end] for tokens in sampled])
+        drawn = Sentences.from_lists([*map(self.sampler.with_source_end, sampled)])
         too_long = drawn.lengths > self.row_lengths[0]
         indices = np.arange(len(texts)) + len(texts) * too_long
         return Sentences.join([drawn, sources]).take(indices)

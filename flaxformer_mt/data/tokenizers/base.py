@@ -1,7 +1,7 @@
 """The base class of vocabularies.
 
 Implementations: `sentencepiece_tokenizer` and, for published models, `marian_tokenizer` (OPUS-MT),
-`m2m100_tokenizer`, `hub_tokenizer` and `dictionary_tokenizer` (fairseq).
+`m2m100_tokenizer`, `hub_tokenizer` and `dictionary_tokenizer` (fairseq, OpenNMT-py).
 
 A tag ("<2de>", see `CorpusConfig.tag`) is a single piece: it is never split or merged.
 """
@@ -72,7 +72,8 @@ class Tokenizer(abc.ABC):
     def decode(self, sentences: Sequence[Sequence[int]]) -> list[str]:
         """Returns the text of each sentence up to its first `eos_id`, without special tokens.
 
-        Published vocabularies other than fairseq's remove unknown tokens as well.
+        Published vocabularies other than those of `dictionary_tokenizer` remove unknown tokens as
+        well.
         """
 
     def with_first(self, tokens: Sequence[int]) -> list[int]:
@@ -81,6 +82,13 @@ class Tokenizer(abc.ABC):
         if self.first_id is None or names_language:
             return list(tokens)
         return [self.first_id, *tokens]
+
+    def with_source_end(self, tokens: Sequence[int]) -> list[int]:
+        """Returns a source sentence as encoders read it: with its end token, if it has one.
+
+        An empty sentence always has one.
+        """
+        return [*tokens, self.eos_id]
 
     def until_end(self, tokens: Sequence[int]) -> list[int]:
         """Returns the tokens before the first end token, if there is one."""

@@ -1,10 +1,13 @@
-"""Vocabularies that are a list of tokens, as fairseq's `dict.txt`.
+"""Vocabularies that are a list of tokens, as fairseq's `dict.txt` and those of OpenNMT-py 3.
 
 A text is segmented into tokens by a SentencePiece model, by BPE codes of subword-nmt, or at its
 spaces. The codes are of text that is split into words already, as by Moses.
 
-Source: fairseq/data/dictionary.py (`Dictionary.encode_line`, `string`), whose tokens and texts are
-reproduced, but for the end token, which only the caller adds.
+Tokens and texts are those of the toolkit, but for the end token, which only the caller adds.
+
+Source: fairseq/data/dictionary.py (`Dictionary.encode_line`, `string`); OpenNMT-py 3.5.1,
+onmt/inputters (text_corpus.py, and `numericalize` in text_utils.py), onmt/transforms/tokenize.py
+and onmt/translate/translation.py (`_build_target_tokens`)
 """
 
 import functools
@@ -22,10 +25,15 @@ from flaxformer_mt.errors import UserError
 
 TOKENS_FILE, PIECES_FILE, CODES_FILE = "{side}.tokens", "{side}.spm", "{side}.codes"
 """The tokens of a side in the order of their ids, one a line; and what segments texts, if any."""
-FILES = tuple(
-    name.format(side=side)
-    for name in (TOKENS_FILE, PIECES_FILE, CODES_FILE)
-    for side in ("source", "target")
+OPENNMT_FILE = "opennmt.start"
+"""In vocabularies of OpenNMT-py, the token that decoding starts from."""
+FILES = (
+    *(
+        name.format(side=side)
+        for name in (TOKENS_FILE, PIECES_FILE, CODES_FILE)
+        for side in ("source", "target")
+    ),
+    OPENNMT_FILE,
 )
 _CONTINUES = "@@"
 """How pieces of words end in subword-nmt, unless they are the last ones."""
@@ -50,12 +58,15 @@ class DictionaryTokenizer(Tokenizer):
             raise UserError(f"{label} is damaged: {error}") from error
         self._ids = {token: id for id, token in enumerate(self._tokens)}
         self.vocab_size = len(self._tokens)
-        special = ("<s>", "<pad>", "</s>", "<unk>")
+        self._is_opennmt = OPENNMT_FILE in files
+        pad, first = "<pad>", "</s>"  # fairseq starts decoding from the end token.
+        if self._is_opennmt:
+            pad, first = "<blank>", files[OPENNMT_FILE].decode(errors="replace")
+        special = ("<s>", pad, "</s>", "<unk>", first)
         if missing := [token for token in special if token not in self._ids]:
             raise UserError(f"{label} has no {missing[0]}")
         # A later entry of one name has the text of the token, the first one its meaning.
-        start, self.pad_id, self.eos_id, self.unk_id = map(self._tokens.index, special)
-        self.bos_id = self.eos_id  # fairseq starts decoding from the end token.
+        start, self.pad_id, self.eos_id, self.unk_id, self.bos_id = map(self._tokens.index, special)
         self._unseen = {start, self.pad_id}
         self._processor = None
         self._segmented: Callable[[str], str] = lambda text: text
@@ -64,7 +75,7 @@ class DictionaryTokenizer(Tokenizer):
         elif codes_name in files:
             self._segmented = _subword_nmt(files[codes_name], str(Path(folder, codes_name)))
         digest = hashlib.sha256()
-        for name in names:
+        for name in [*names, OPENNMT_FILE] if self._is_opennmt else names:
             content = files.get(name, b"")
             digest.update(f"{len(content)}\n".encode() + content)
         self.fingerprint = digest.hexdigest()
@@ -94,16 +105,23 @@ class DictionaryTokenizer(Tokenizer):
     def pieces(self, tokens: Sequence[int]) -> list[str]:
         return self._with_spaces(self._names(tokens))
 
+    def with_source_end(self, tokens: Sequence[int]) -> list[int]:
+        # In OpenNMT-py, which leaves out empty sources, only targets have an end token.
+        return list(tokens) if self._is_opennmt and tokens else super().with_source_end(tokens)
+
     @functools.cached_property
     def _sampler(self) -> TextSampler:
         assert self._processor is not None
         return TextSampler(self._processor.serialized_model_proto(), self._processor)
 
     def _split(self, texts: Sequence[str]) -> list[list[str]]:
+        # OpenNMT-py splits at single spaces only: what is between two is an unknown token.
+        space = " " if self._is_opennmt else None
         if self._processor is not None:
             split = self._processor.encode(list(texts), out_type=str)
-            return [" ".join(pieces).split() for pieces in split]
-        return [self._segmented(text.strip()).split() for text in texts]
+            return [" ".join(pieces).split(space) if pieces else [] for pieces in split]
+        segmented = (self._segmented(text.strip()) for text in texts)
+        return [text.split(space) if text else [] for text in segmented]
 
     def _encoded(self, tokens: Sequence[str]) -> list[int]:
         return [self._ids.get(token, self.unk_id) for token in tokens]
@@ -122,8 +140,11 @@ class DictionaryTokenizer(Tokenizer):
         ]
 
     def _decoded(self, tokens: Sequence[int]) -> str:
-        text = " ".join(self._names([token for token in tokens if token not in self._unseen]))
+        names = self._names([token for token in tokens if token not in self._unseen])
+        text = " ".join(names)
         if self._processor is not None:
+            if self._is_opennmt:
+                return str(self._processor.decode_pieces(names))
             return text.replace(" ", "").replace(SPACE, " ").strip()
         if CODES_FILE.format(side="target") in self.files:
             return f"{text} ".replace(f"{_CONTINUES} ", "").rstrip()

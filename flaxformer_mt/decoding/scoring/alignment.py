@@ -28,13 +28,15 @@ def check_unit(unit: AlignmentUnit | None) -> None:
         raise UserError(f"the unit {unit!r} is unknown: align words or pieces")
 
 
-def without_ends(attention: np.ndarray, target: Sequence[int], eos_id: int) -> np.ndarray:
+def without_ends(
+    attention: np.ndarray, source: Sequence[int], target: Sequence[int], eos_id: int
+) -> np.ndarray:
     """Removes the end tokens' rows and columns from the attention [T, S] of `teacher_force`.
 
-    The source always has an end token; a truncated translation has none.
+    The source is given without its end token, if it has any; a truncated translation has none.
     """
     ends = len(target) > 0 and target[-1] == eos_id
-    return attention[: len(target) - ends, :-1]
+    return attention[: len(target) - ends, : len(source)]
 
 
 def align(attention: np.ndarray) -> Links:

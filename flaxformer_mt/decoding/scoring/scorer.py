@@ -197,7 +197,7 @@ class Scorer:
         numbers, *texts = zip(*pairs, strict=True)
         # As in translation, outer spaces are not part of a text.
         sources, targets = ([*map(stripped, side)] for side in texts)
-        source, eos_id = self.tokenizers.source, self.model.eos_id
+        source = self.tokenizers.source
         source_texts = source.encode_parts(sources)
         source_rows = [source.with_first(tokens) for tokens in source_texts]
         target_rows = list(tokenized_targets(targets, self.tokenizers.target, self._first))
@@ -205,7 +205,7 @@ class Scorer:
             self.params,
             self.model,
             self.decode,
-            [[*tokens, eos_id] for tokens in source_rows],
+            [*map(source.with_source_end, source_rows)],
             [row.tokens for row in target_rows],
             attention=alignment is not None,
             numbers=numbers,
@@ -216,7 +216,9 @@ class Scorer:
             if alignment is not None and result.attention is not None:
                 # Tokens that are not part of the texts are in no alignment.
                 num_added = len(source_rows[index]) - len(source_texts[index])
-                attention = without_ends(result.attention, row.tokens, eos_id)
+                attention = without_ends(
+                    result.attention, source_rows[index], row.tokens, self.model.eos_id
+                )
                 links = align_units(
                     alignment,
                     attention[row.num_added :, num_added:],

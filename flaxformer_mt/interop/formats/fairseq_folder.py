@@ -39,51 +39,27 @@ def read(
     Raises:
       UserError: a file is missing, damaged or not supported, or files contradict each other.
     """
-    checkpoint = _checkpoint(folder)
-    config, params = interop.load("fairseq", checkpoint, **overrides or {})
+    checkpoint = find_checkpoint(folder)
     with prefixed(f"{checkpoint}: "):
         settings = checkpoint_files.read(checkpoint).settings
     task = {**settings, **settings.get("task", {})}
     sides = {"source": task.get("source_lang"), "target": task.get("target_lang")}
     files: dict[str, bytes] = {}
+    labels = {}
     for side, language in sides.items():
         path = _of_side(folder, ("dict.*txt",), side, language)
         if path is None:
             raise UserError(f"{folder} has no dictionary: dict.txt, or dict.{language or 'en'}.txt")
+        labels[side] = str(path)
         tokens = dictionary_tokenizer.read_fairseq(read_text(path, MAX_MODEL_BYTES), str(path))
-        size = getattr(config, f"{side}_vocab_size")
-        if len(tokens) != size:
-            raise UserError(
-                f"{path} has {len(tokens)} tokens, with the special ones, but the {side} "
-                f"embedding of {checkpoint} {size}: they do not match"
-            )
         files[dictionary_tokenizer.TOKENS_FILE.format(side=side)] = "\n".join(tokens).encode()
-        for name, patterns in _SEGMENTERS.items():
-            found = _of_side(folder, patterns, side, language)
-            if found is not None:
-                files[name.format(side=side)] = read_bytes(found, MAX_MODEL_BYTES)
-    source = DictionaryTokenizer(files, "source", str(folder))
-    target = DictionaryTokenizer(files, "target", str(folder))
-    notes: tuple[str, ...] = ()
-    if dictionary_tokenizer.PIECES_FILE.format(side="source") not in files:
-        has_codes = dictionary_tokenizer.CODES_FILE.format(side="source") in files
-        what = "words as for training (such as by Moses)" if has_codes else "tokens as in dict.txt"
-        notes = (f"{folder} has no SentencePiece model: texts must be split into {what}",)
+        files |= segmenters(folder, side, language)
     languages = {f"{side}_language": name for side, name in sides.items() if name}
-    data = DataConfig(
-        **languages,
-        vocab_size=config.target_vocab_size,
-        joint_vocabulary=source.fingerprint == target.fingerprint,
-        byte_fallback=False,
-        target_row_length=128,
-    )
-    bundle = ModelBundle(
-        experiment(config, data, DecodeConfig()), model_params(params), Tokenizers(source, target)
-    )
-    return bundle, notes
+    return bundle("fairseq", checkpoint, files, labels, overrides, languages)
 
 
-def _checkpoint(folder: Path) -> Path:
+def find_checkpoint(folder: Path) -> Path:
+    """Returns the checkpoint of a folder; UserError if there is none, or which one is unclear."""
     found = sorted(folder.glob("*.pt"))
     named = [path for name in _CHECKPOINTS for path in found if path.name == name]
     if not named and len(found) != 1:
@@ -104,3 +80,72 @@ def _of_side(folder: Path, patterns: Sequence[str], side: str, language: str | N
             f"Name it {'.'.join((found[0].name.split('.')[0], side, found[0].name.split('.')[-1]))}"
         )
     return own[0]
+
+
+def segmenters(
+    folder: Path,
+    side: str,
+    language: str | None,
+    patterns: Mapping[str, Sequence[str]] = _SEGMENTERS,
+) -> dict[str, bytes]:
+    """Returns what the folder has to segment the texts of a side, as files of the tokenizer."""
+    paths = {
+        name.format(side=side): _of_side(folder, known, side, language)
+        for name, known in patterns.items()
+    }
+    return {name: read_bytes(path, MAX_MODEL_BYTES) for name, path in paths.items() if path}
+
+
+def bundle(
+    family: str,
+    checkpoint: Path,
+    files: Mapping[str, bytes],
+    labels: Mapping[str, str],
+    overrides: Mapping[str, Any] | None = None,
+    languages: Mapping[str, Any] = {},
+) -> tuple[ModelBundle, tuple[str, ...]]:
+    """Reads the checkpoint of vocabularies.
+
+    Args:
+      family: that of the checkpoint.
+      checkpoint: its path.
+      files: the vocabularies of both sides, as files of the tokenizer.
+      labels: where the vocabulary of each side is from, for messages.
+      overrides: configuration fields that override those of the checkpoint.
+      languages: fields of `DataConfig`.
+
+    Returns:
+      The whole model, and a line about what its texts have to be.
+
+    Raises:
+      UserError: the checkpoint or a vocabulary is damaged, or they do not match.
+    """
+    folder = checkpoint.parent
+    source = DictionaryTokenizer(files, "source", str(folder))
+    target = DictionaryTokenizer(files, "target", str(folder))
+    ids = {name: getattr(target, name) for name in ("pad_id", "bos_id", "eos_id")}
+    config, params = interop.load(family, checkpoint, **ids | dict(overrides or {}))
+    for side, tokenizer in (("source", source), ("target", target)):
+        size = getattr(config, f"{side}_vocab_size")
+        if tokenizer.vocab_size != size:
+            raise UserError(
+                f"{labels[side]} has {tokenizer.vocab_size} tokens, with the special ones, but the "
+                f"{side} embedding of {checkpoint} {size}: they do not match"
+            )
+        if tokenizer.pad_id != config.pad_id:
+            raise UserError(f"{labels[side]} has pad_id={tokenizer.pad_id}, not {config.pad_id}")
+    notes: tuple[str, ...] = ()
+    if dictionary_tokenizer.PIECES_FILE.format(side="source") not in files:
+        has_codes = dictionary_tokenizer.CODES_FILE.format(side="source") in files
+        what = "words as for training (such as by Moses)" if has_codes else "its tokens"
+        notes = (f"{folder} has no SentencePiece model: texts must be split into {what}",)
+    data = DataConfig(
+        **languages,
+        vocab_size=config.target_vocab_size,
+        joint_vocabulary=source.fingerprint == target.fingerprint,
+        byte_fallback=False,
+        target_row_length=128,
+    )
+    tokenizers = Tokenizers(source, target)
+    whole = ModelBundle(experiment(config, data, DecodeConfig()), model_params(params), tokenizers)
+    return whole, notes
