@@ -102,7 +102,8 @@ def test_a_corpus_that_the_vocabulary_cannot_spell(refused, text, tmp_path):
     error = refused(add_letters, f"--data.tokenizer-path={tmp_path / 'vocabulary'}")
     assert "of the source tokens are unknown" in error
     assert "such as '一'" in error
-    assert "data.byte_fallback" in error
+    assert "(data.max_unknown_rate=0.1)" in error
+    assert "use a vocabulary made for this text" in error
 
 
 @pytest.mark.parametrize("policy", [pytest.param("drop", marks=pytest.mark.slow), "error"])

@@ -84,7 +84,7 @@ class Family:
     constants: frozenset[str] = frozenset()
     """Names in `rules` that PyTorch does not list among the parameters: never trained, and zero
     unless present in the checkpoint."""
-    ignored: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    ignored: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
     """Why tensors are left out that libraries write, but the published module does not have, by the
     last component of their names, wherever they are."""
     base: str = ""
