@@ -121,7 +121,7 @@ def translate(
         if max_latency is None and not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
             max_latency = _MAX_LATENCY
         max_wait = math.inf if max_latency is None else max_latency / 1000
-        groups = arriving_lines(stream, name, window_characters(decode), max_wait)
+        groups = arriving_lines(stream, name, window_characters(translator.decode), max_wait)
         if is_part and lines is not None:
             groups = _within(groups, lines)
         if input_file is None and stream.isatty():
