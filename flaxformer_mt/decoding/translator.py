@@ -13,7 +13,7 @@ from rich.progress import track
 from flaxformer_mt.config import DecodeConfig, TransformerConfig, with_vocabulary_sizes
 from flaxformer_mt.config.fields import suggestion
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers, split_language
-from flaxformer_mt.decoding.batching.workers import batch_tokens
+from flaxformer_mt.decoding.batching.workers import batch_tokens, decoding_devices
 from flaxformer_mt.decoding.parameters import prepared_model, require_params
 from flaxformer_mt.decoding.scoring.alignment import AlignmentUnit
 from flaxformer_mt.decoding.sentence_decoder import Hypothesis, Sentence, SentenceDecoder
@@ -291,8 +291,13 @@ def translate(
 
 
 def window_characters(decode: DecodeConfig) -> int:
-    """Returns how many characters are read ahead: enough for about thirty batches of the device."""
-    return _WINDOW_CHARACTERS * batch_tokens(decode, jax.default_backend())
+    """Returns how many characters are read ahead: enough for about thirty batches per device.
+
+    Raises:
+      UserError: this process has fewer than `decode.num_devices`.
+    """
+    devices = decoding_devices(decode, jax.local_devices()[0])
+    return _WINDOW_CHARACTERS * batch_tokens(decode, devices[0].platform) * len(devices)
 
 
 def windows(sentences: Iterable[Sentence], size: int) -> Iterator[list[Sentence]]:
