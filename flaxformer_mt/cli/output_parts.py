@@ -74,6 +74,7 @@ def part_writer(
     part = shard.path(output)
     is_complete = _is_complete(output, settings)
     if is_complete or part.exists():
+        atomic.remove_leftovers(output.absolute().parent)
         yield inputs[len(inputs) :], _refuse
     else:
         partial = part.with_name(f"{part.name}.partial")
