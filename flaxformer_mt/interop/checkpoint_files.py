@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import safetensors.numpy
 
-from flaxformer_mt.errors import UserError, prefixed
+from flaxformer_mt.errors import UserError, first_line, prefixed
 from flaxformer_mt.interop import torch_files
 from flaxformer_mt.runs import atomic
-from flaxformer_mt.runs.parameter_file import first_bytes, first_line, read_safetensors
+from flaxformer_mt.runs.parameter_file import first_bytes, read_safetensors
 
 Tensors = Mapping[str, np.ndarray]
 """Arrays by name or path."""

@@ -11,7 +11,7 @@ from flaxformer_mt.config.fields import suggestion
 from flaxformer_mt.data.corpora.parquet_reader import rows_of, validate
 from flaxformer_mt.data.corpora.rows import BadRows, Fault, placed
 from flaxformer_mt.data.corpora.text_files import Source, digest_files, source_of
-from flaxformer_mt.errors import UserError
+from flaxformer_mt.errors import UserError, first_line
 
 _READ_AT_ONCE = 1000  # Rows.
 
@@ -60,8 +60,7 @@ def open_saved(
     except UserError:
         raise
     except Exception as error:  # Damaged metadata can raise anything.
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise UserError(f"{option}={folder} cannot be read: {reason}") from error
+        raise UserError(f"{option}={folder} cannot be read: {first_line(error)}") from error
     name = f"{folder}/{split}"
     if not columns:
         prefix = "translation." if "translation" in rows.features else ""
