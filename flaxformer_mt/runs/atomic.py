@@ -131,6 +131,7 @@ def _new_workspace(parent: Path) -> tuple[Path, int]:
             undo.callback(os.close, descriptor)
             lock(descriptor)
             os.write(descriptor, _MARK)
+            os.fsync(descriptor)  # After a loss of power it is found with all content, or without.
             if os.path.samestat(os.stat(folder / MARKER), os.fstat(descriptor)):
                 undo.pop_all()
                 return folder, descriptor
@@ -154,15 +155,20 @@ def _remove_leftover(folder: Path) -> None:
         stack.callback(os.close, descriptor)
         mark = os.pread(descriptor, len(_MARK) + 1, 0)
         # Its process may have been killed before it had written the mark, and nothing else.
-        is_workspace = mark == _MARK or (not mark and os.listdir(folder) == [MARKER])
+        is_begun = _MARK.startswith(mark) and os.listdir(folder) == [MARKER]
+        is_workspace = mark == _MARK or is_begun
         if is_workspace and lock(descriptor):
             stack.pop_all()
             _delete_workspace(folder, descriptor)
 
 
 def require_absent(path: Path) -> None:
-    """Raises `UserError` if an output exists already."""
+    """Raises `UserError` if an output exists already.
+
+    The process that wrote it may have been killed before it had deleted its workspace.
+    """
     if os.path.lexists(path):
+        remove_leftovers(path.parent)
         raise UserError(f"{path} exists: remove it, or choose another folder for the output")
 
 

@@ -143,7 +143,7 @@ def test_a_data_set_of_hugging_face_is_not_looked_for_in_the_network():
 
 
 def test_an_existing_folder_is_not_changed(tmp_path):
-    with pytest.raises(UserError, match="exists already: name another folder, or remove it"):
+    with pytest.raises(UserError, match="exists: remove it, or choose another folder"):
         build_dataset({"train": corpus_of(PAIRS)}, tmp_path)
     assert list(tmp_path.iterdir()) == []
 

@@ -11,13 +11,10 @@ import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from forks import Commands
 from fuzz import kills
 from fuzz.core import listing
-from fuzz.world import World
 
 from flaxformer_mt.runs import atomic
 
@@ -36,17 +33,6 @@ try:
 except (UserError, OSError) as error:
     sys.exit(f"refused: {error}")
 """
-
-
-@pytest.fixture(scope="session")
-def library(tmp_path_factory):
-    compiler = shutil.which("cc")
-    if compiler is None or sys.platform != "linux":
-        pytest.skip("this test compiles a library for Linux")
-    path = tmp_path_factory.mktemp("calls") / "calls.so"
-    source = Path(__file__).with_name("calls.c")
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", path, source, "-ldl"], check=True)
-    return path
 
 
 def run(library, folder, arguments, number=None, error=0):
@@ -91,18 +77,6 @@ def test_a_write_is_whole_or_absent_whichever_call_fails(library, tmp_path, erro
         assert sorted(path.name for path in folder.iterdir()) == ["file", "folder"]
     assert set(calls) >= set("owfrum")
     assert ended.returncode == 0
-
-
-@pytest.fixture(scope="module")
-def commands(library, tmp_path_factory):
-    commands = Commands(library, tmp_path_factory.mktemp("commands"))
-    yield commands
-    commands.close()
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    return World(tmp_path_factory.mktemp("world"))
 
 
 @pytest.mark.slow

@@ -45,8 +45,7 @@ def build_dataset(
       folder: must not exist.
       shard_bytes: approximate size of a file.
     """
-    if folder.exists():
-        raise UserError(f"{folder} exists already: name another folder, or remove it")
+    atomic.require_absent(folder)  # Fails before the text is read.
     tfds = require_tfds()
     languages = {language for corpus in splits.values() for language in corpus.languages}
     if len(languages) != 2:
