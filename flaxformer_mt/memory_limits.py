@@ -13,6 +13,8 @@ from flaxformer_mt.errors import UserError
 
 LESS_ON_DEVICE = "end other programs that use it, or set JAX_PLATFORMS=cpu"
 """What to do where a model does not fit onto the device, see `explained_exhaustion`."""
+_ADDRESS_SPACE = 3 * 2**30
+"""Bytes that JAX and XLA reserve, most of which they never use: 2.4 GB on a CPU with two cores."""
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -26,6 +28,17 @@ def host_memory() -> int | None:
     except (AttributeError, OSError, ValueError):  # Not Linux, or "max": no limit.
         pass
     return min(limits, default=None)
+
+
+def require_address_space() -> None:
+    """Raises `UserError` below a limit of address space at which XLA aborts the process."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY and limit < _ADDRESS_SPACE:
+        raise UserError(
+            f"the address space of this process is limited to {gibibytes(limit)}, but XLA needs "
+            f"{gibibytes(_ADDRESS_SPACE)}: raise the limit (ulimit -v), or limit the memory in use "
+            "instead (a container, or systemd-run -p MemoryMax=)"
+        )
 
 
 def device_memory(devices: Sequence[Any]) -> int | None:

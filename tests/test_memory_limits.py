@@ -1,7 +1,9 @@
 """What cannot fit into memory is refused in one line, before anything is allocated."""
 
 import dataclasses
+import resource
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ import pytest
 from talker import exhaust_memory
 
 from flaxformer_mt import experiment, memory_limits
+from flaxformer_mt.cli import main, program
 from flaxformer_mt.config import (
     DataConfig,
     ExperimentConfig,
@@ -21,6 +24,7 @@ from flaxformer_mt.errors import UserError
 from flaxformer_mt.experiment import preparation
 from flaxformer_mt.model.position_biases import distance_buckets
 from flaxformer_mt.model.transformer import Transformer
+from flaxformer_mt.runs import checkpoint
 from flaxformer_mt.training.devices import CompiledStep, make_devices
 from flaxformer_mt.training.memory import require_training_memory
 
@@ -147,6 +151,36 @@ def test_adafactor_needs_no_memory_for_moments(monkeypatch):
         require_training_memory(config, make_devices(config))
     config = dataclasses.replace(config, optimizer=OptimizerConfig(kind="adafactor"))
     require_training_memory(config, make_devices(config))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["translate", "--run", "x"], ["train", "--config=configs/quickstart.py", "--workdir=x"]],
+)
+def test_an_address_space_that_is_too_small_for_xla_is_one_line(arguments, monkeypatch, capsys):
+    limits = (2**30, resource.RLIM_INFINITY)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: limits)
+    assert main(arguments) == 1
+    line = capsys.readouterr().err
+    assert "limited to 1.0 GiB, but XLA needs 3.0 GiB: raise the limit (ulimit -v)" in line
+    assert line.count("\n") == 1
+
+
+def test_exhausted_memory_is_one_line(monkeypatch, capsys):
+    def exhaust(*arguments):
+        raise MemoryError
+
+    monkeypatch.setattr(program, "run", exhaust)
+    assert main(["translate"]) == 1
+    line = "flaxformer-mt: error: the memory of this process is exhausted (MemoryError)\n"
+    assert capsys.readouterr().err == line
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't start new thread")])
+def test_a_checkpoint_that_cannot_be_read_for_lack_of_memory_is_not_called_damaged(error):
+    reason = "7 cannot be read: Cannot allocate memory"
+    with pytest.raises(UserError, match=reason), checkpoint._reading(Path("7")):
+        raise ValueError("while reading") from error
 
 
 def test_the_memory_of_the_host_is_known():

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from flaxformer_mt.errors import UserError, unusable
+from flaxformer_mt.errors import UserError, first_line, unusable
 from flaxformer_mt.exit_codes import ExitCode
 from flaxformer_mt.interruption import Interruption, run_interruptibly
 from flaxformer_mt.standard_output import discard_output
@@ -74,6 +74,8 @@ def _reported(
         return ExitCode.FAILURE
     except UserError as error:
         message = str(error)
+    except MemoryError as error:
+        message = f"the memory of this process is exhausted ({first_line(error)})"
     except OSError as error:
         message = str(unusable(error))
         # Errors of files have their names.

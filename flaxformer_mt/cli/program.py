@@ -27,6 +27,7 @@ from flaxformer_mt.config import DecodeConfig
 from flaxformer_mt.config.fields import suggestion
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.exit_codes import ExitCode
+from flaxformer_mt.memory_limits import require_address_space
 
 COMMANDS: dict[str, dict[str, Callable[..., int | None]]] = {
     "Training": {
@@ -71,6 +72,7 @@ def run(arguments: Sequence[str]) -> int:
         raise SystemExit(ExitCode.USAGE)
     command = commands[name]
     defaults: dict[str, Any] = {}
+    require_address_space()
     try:
         if "decode" in inspect.signature(command).parameters:
             defaults["decode"] = configured_search(options)

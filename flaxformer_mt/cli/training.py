@@ -17,6 +17,7 @@ from flaxformer_mt.config.experiment import groups
 from flaxformer_mt.config.files import load_config
 from flaxformer_mt.errors import prefixed
 from flaxformer_mt.interruption import Interruption
+from flaxformer_mt.memory_limits import require_address_space
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +77,9 @@ def run(
     """Parses the command line and trains."""
     runtime.configure()
     logging.basicConfig(level=logging.WARNING, format=f"{program}: warning: %(message)s")
-    train(parse_flags(arguments, program), interruption)
+    flags = parse_flags(arguments, program)
+    require_address_space()
+    train(flags, interruption)
 
 
 def train(flags: Flags, interruption: Interruption | None = None) -> None:

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import contextvars
 import dataclasses
+import errno
 import functools
 import logging
 import math
@@ -585,6 +586,8 @@ def _system_error(error: BaseException | None) -> str | None:
         number = re.search(r"os_error_code='(\d+)'", str(error))
         if number:
             return os.strerror(int(number[1]))
+        if isinstance(error, MemoryError) or "can't start new thread" in str(error):
+            return os.strerror(errno.ENOMEM)
         error = error.__cause__ or error.__context__
     return None
 

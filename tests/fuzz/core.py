@@ -89,6 +89,8 @@ class Case:
 
     def problem(self, outcome: Outcome) -> str:
         """Says what is wrong with an outcome, "" if it is right or refused."""
+        if outcome.code == ExitCode.FAILURE and "DIFFERS FIRST" in outcome.out:
+            return ""  # Of `parity`, which has found a difference.
         return common_problem(outcome) or (
             self.check(outcome) if outcome.code == 0 else self._refusal_problem(outcome)
         )

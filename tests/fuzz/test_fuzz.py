@@ -20,6 +20,7 @@ from fuzz import (
     data_sets,
     foreign_folders,
     kills,
+    servers,
 )
 from fuzz.core import remove, run_command
 from fuzz.literal_cases import LITERAL_CASES
@@ -101,6 +102,18 @@ def test_intact_data_sets_are_read(world, tmp_path):
         case = data_sets.case("intact", kind, data, world, tmp_path)
         outcome = run_command(case.arguments, folder=tmp_path)
         assert (outcome.code, case.problem(outcome)) == (0, ""), outcome
+
+
+@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 500), marks=pytest.mark.slow)])
+def test_exported_servers(seeds, world, record_counts):
+    server, failures = servers.Server(world), []
+    for seed in wanted(seeds):
+        stdin, outcome, problem = server.problem(random.Random(f"servers {seed}"), world)
+        record_counts("input of the exported server", outcome, problem)
+        if problem:
+            failures.append(f"servers {seed}: {stdin[:300]!r}\n    {problem}")
+    report = "\n\n".join(failures)
+    assert not failures, f"{len(failures)} failures\n\n{report}"
 
 
 @pytest.mark.slow  # Decided by the tests of kills in tests/system.

@@ -157,6 +157,11 @@ class World:
         (folder / "config.yml").write_text(yaml.safe_dump(MARIAN_DECODING))
         return folder
 
+    @functools.cached_property
+    def exported(self) -> Path:
+        """The run as functions of JAX, with their server."""
+        return self.converted("jax")
+
     def converted(self, family: str, *options: str) -> Path:
         output = self.folder / family
         self.convert(self.run, output, family, *options)

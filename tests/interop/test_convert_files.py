@@ -182,3 +182,19 @@ def test_damaged_metadata_of_our_own_file_is_rejected(metadata, tmp_path):
     safetensors.torch.save_file({"output/bias": torch.zeros(3)}, path, metadata)
     with pytest.raises(UserError, match=r"own\.safetensors as flaxformer_mt: its metadata is"):
         convert(OWN, "tunz", path, tmp_path / "tunz.pt")
+
+
+@pytest.mark.parametrize("name", ["carried/x", "adam/x", "adam/mean/x"])
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_tensors_that_nothing_reads_are_refused(tmp_path, name, is_trained):
+    variant = VARIANTS["torch_pre_gelu"]
+    before = trained_checkpoint(variant)
+    torch.save(before if is_trained else before["model"], tmp_path / "torch.pt")
+    own = tmp_path / "own.safetensors"
+    convert("torch", OWN, tmp_path / "torch.pt", own, variant.hints)
+    with safetensors.safe_open(own, framework="pt") as file:
+        tensors = {each: file.get_tensor(each) for each in file.keys()}  # noqa: SIM118
+        metadata = file.metadata()
+    safetensors.torch.save_file(tensors | {name: torch.zeros(3)}, own, metadata)
+    with pytest.raises(UserError, match=r"own.safetensors as flaxformer_mt: .*\bx\b"):
+        convert(OWN, OWN, own, tmp_path / "again.safetensors")

@@ -15,11 +15,12 @@ from flaxformer_mt.config import to_dict
 from flaxformer_mt.config.fields import MAX_INTEGER
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.input_files import parse_json
-from flaxformer_mt.interop import checkpoint_files
+from flaxformer_mt.interop import checkpoint_files, families
 from flaxformer_mt.interop.checkpoint_files import Tensors
 from flaxformer_mt.interop.weight_maps import mapping
 from flaxformer_mt.interop.weight_maps.adam_state import AdamState, TrainingState
 from flaxformer_mt.interop.weight_maps.checkpoints import error_context
+from flaxformer_mt.interop.weight_maps.family import Family
 from flaxformer_mt.interop.weight_maps.mapping import CARRIED
 from flaxformer_mt.interop.weight_maps.validation import check_params
 from flaxformer_mt.presets import canonical_family
@@ -61,7 +62,35 @@ def read(path: Path, overrides: Mapping[str, Any]) -> tuple[TrainingState, str]:
         if adam is not None:
             check_params(config, mapping.by_path(adam.mean), "Adam's mean of")
             check_params(config, mapping.by_path(adam.variance), "Adam's variance of")
-        return TrainingState(config, params, adam), canonical_family(metadata.get("origin", OWN))
+        state = TrainingState(config, params, adam)
+        family = canonical_family(metadata.get("origin", OWN))
+        _require_known(tensors, state, family)
+        return state, family
+
+
+def _require_known(tensors: Tensors, state: TrainingState, family: str) -> None:
+    """Raises `UserError` for a tensor beside the parameters that nothing would read."""
+    trees = [state.params]
+    moments: tuple[str, ...] = ()
+    known = set() if family == OWN else _names(families.find(family), state)
+    if state.adam is not None:
+        trees += [state.adam.mean, state.adam.variance]
+        moments = (f"{ADAM}mean/", f"{ADAM}variance/")
+    carried = {name for tree in trees for name in tree.get(CARRIED, {})}
+    unknown = [f"{CARRIED}/{name}" for name in sorted(carried - known)]
+    unknown += [name for name in tensors if name.startswith(ADAM) and not name.startswith(moments)]
+    if unknown:
+        raise UserError(f"tensor {unknown[0]} is unexpected: nothing in the model has it")
+
+
+def _names(family: Family, state: TrainingState) -> set[str]:
+    """Returns the names of all tensors that a family has for a model."""
+    arrays, carried = mapping.by_path(state.params), state.params.get(CARRIED, {})
+    rules = family.rules(state.config, family.layout_of_params(arrays, carried))
+    names = {buffer.name for buffer in family.buffers(state.config)}
+    for _, _, _, theirs in mapping.WeightMap(family, state.config, rules).applications():
+        names.update(theirs)
+    return names
 
 
 def _adam_of(metadata: Mapping[str, str], tensors: Tensors) -> AdamState | None:
