@@ -39,7 +39,11 @@ def test_a_command_can_be_given_again_after_a_loss_of_power(commands, world, tmp
         code, said, _ = commands.run(arguments, folder)
         assert "Traceback" not in said, (listing(folder), said)
         assert code == 0 or ("error: " in said and "exists" in said), (listing(folder), said)
-        assert kills.result(command, folder) == expected, listing(folder)
+        found = kills.result(command, folder)
+        if command == "train":  # That an old checkpoint was deleted may be lost as well.
+            kept = {step: found["checkpoints"].get(step) for step in expected["checkpoints"]}
+            found |= {"checkpoints": kept}
+        assert found == expected, listing(folder)
         assert {name for name in listing(folder) if not name.startswith(kills.OUTPUT)} == set()
     print(f"{command}: {len(states)} states, {number} tried")
 
