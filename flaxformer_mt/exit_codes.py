@@ -22,7 +22,7 @@ _MEANINGS = {
     ExitCode.SUCCESS: "success; parity: everything agrees, or is an accepted difference",
     ExitCode.FAILURE: "unusable input or unwritable output; parity: something differs",
     ExitCode.USAGE: "options that cannot be parsed; parity also: input that it cannot compare",
-    ExitCode.INTERRUPTED: "training stopped by SIGTERM or Ctrl-C, saved; rerun to continue",
+    ExitCode.INTERRUPTED: "training stopped by a signal, saved; rerun to continue",
     ExitCode.STOPPED: "stopped at once by Ctrl-C (training: by the second), without saving",
 }
 

@@ -50,6 +50,16 @@ def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
     return os.fdopen(descriptor, "rb")
 
 
+def require_regular_files(folder: str | os.PathLike[str]) -> None:
+    """Raises `UserError` if a folder that a library will read holds a pipe or a device."""
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            path = os.path.join(parent, name)
+            kind = stat.S_IFMT(os.stat(path).st_mode) if os.path.exists(path) else stat.S_IFREG
+            if kind != stat.S_IFREG:
+                raise UserError(f"{path}: {_KINDS.get(kind, 'a special file')}, not a file")
+
+
 def max_content(size: int) -> int:
     """Returns the limit of the bytes that a file of `size` bytes may stand for.
 

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT (Ctrl-C) stop training in an orderly way, at any moment of the program.
+"""SIGTERM, SIGINT (Ctrl-C) and SIGHUP (a closed terminal) stop training, and lose nothing.
 
     with Interruption() as interruption:
         ...  # a signal raises Interrupted here
@@ -27,7 +27,7 @@ GRACE_SECONDS = 5.0
 to be saved."""
 
 _RETRY_SECONDS = 0.05
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(KeyboardInterrupt):
@@ -35,7 +35,9 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Interruption:
-    """Handles SIGTERM and SIGINT; a context manager for the main thread.
+    """Handles SIGTERM, SIGINT and SIGHUP, unless SIGHUP is ignored, as below `nohup`.
+
+    It is a context manager for the main thread.
 
     The first signal raises `Interrupted` in the main thread; within `deferred` it asks training to
     stop instead. Imports are completed first. A second Ctrl-C exits at once.
@@ -52,6 +54,8 @@ class Interruption:
     def __init__(self, until_exit: bool = False, may_exit: bool = True) -> None:
         self._until_exit = until_exit
         self._may_exit = may_exit
+        is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        self._signals = _SIGNALS[:2] if is_ignored else _SIGNALS
         self._requested = threading.Event()
         self._is_deferred = False
         self.is_abrupt = False
@@ -76,7 +80,7 @@ class Interruption:
         self._restore.callback(wakeup.close)  # Ends the watcher.
         previous = signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
         self._restore.callback(signal.set_wakeup_fd, previous)
-        for number in _SIGNALS:
+        for number in self._signals:
             self._restore.callback(signal.signal, number, signal.getsignal(number))
         self._restore.callback(setattr, sys, "unraisablehook", sys.unraisablehook)
         sys.unraisablehook = functools.partial(self._raise_again, sys.unraisablehook)
@@ -95,7 +99,7 @@ class Interruption:
 
     def install_handlers(self) -> None:
         """Installs the signal handlers again, after a library has replaced them."""
-        for number in _SIGNALS:
+        for number in self._signals:
             signal.signal(number, self._handle)
 
     @contextlib.contextmanager
@@ -170,7 +174,7 @@ class Interruption:
 
     def _exit_meanwhile(self) -> None:
         """Ends the process while its main thread does not respond."""
-        _say(self._reason())
+        _say(f"\n{self._reason()}")
         _exit(ExitCode.INTERRUPTED)
 
     def _reason(self) -> str:
@@ -180,7 +184,7 @@ class Interruption:
     def _watch(self, signals: socket.socket) -> None:
         is_first = True
         while number := signals.recv(1):
-            if number[0] not in _SIGNALS:
+            if number[0] not in self._signals:
                 continue
             if self._num_retries:
                 self._num_retries -= 1
@@ -192,7 +196,7 @@ class Interruption:
                     # The main thread may be in a compilation.
                     self._name = self._name or name
                     self._requested.set()
-                    _say(f"{name}: stopping after this step; Ctrl-C (again) exits without saving")
+                    _say(f"\n{name}: stopping after this step; Ctrl-C (again) exits without saving")
                 elif self._may_exit and not self._is_finished:
                     self._name = self._name or name
                     self._overdue.start()
@@ -225,10 +229,11 @@ def run_interruptibly(
         with Interruption(until_exit) as interruption:
             return main(interruption)
     except Interrupted as interrupted:
-        print(f"{program}: {interrupted}", file=sys.stderr, flush=True)
+        _say(f"{program}: {interrupted}")
         if until_exit and interruption.is_abrupt:
             # A thread of JAX may still compile, which crashes when Python finalizes its modules.
-            sys.stdout.flush()
+            with contextlib.suppress(OSError):
+                sys.stdout.flush()
             _exit(ExitCode.INTERRUPTED)
         return ExitCode.INTERRUPTED
 
@@ -248,7 +253,8 @@ def _ignore_signals() -> None:
 
 
 def _say(line: str) -> None:
-    print(f"\n{line}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # The terminal may have been closed.
+        print(line, file=sys.stderr, flush=True)
 
 
 def _exit(code: int) -> None:

@@ -217,6 +217,13 @@ def test_invalid_json_lines_are_rejected(line, message):
         read_sentence(line, "jsonl", "here")
 
 
+def test_a_request_that_the_search_refuses_names_the_input(run, command):
+    request = b'{"text": "ein", "phrases": ["Hund bellt"]}\n'
+    options = ("--input-format", "jsonl", "--sampling", "--n-best", "1")
+    rejected = command("translate", "--run", run, *options, stdin=request)
+    assert_rejected(rejected, "standard input: required phrases are not supported with sampling")
+
+
 AWKWARD = [
     "Hund\u2028bellt", "ein\rHund", "ein\x0cHund", "ein\x00Hund", "\x00", "\x85", "Hund\x0b",
     "\ufeffHund", "👩‍🚀", " ",

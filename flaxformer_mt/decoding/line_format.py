@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from flaxformer_mt.decoding.scoring.alignment import AlignmentUnit, pharaoh
 from flaxformer_mt.decoding.translator import Hypothesis, Sentence, Translator
-from flaxformer_mt.errors import UserError
+from flaxformer_mt.errors import UserError, prefixed
 from flaxformer_mt.input_files import parse_json
 from flaxformer_mt.writing_systems import has_visible
 
@@ -56,28 +56,34 @@ def translate_lines(
     """
     scores = line_format.output == "jsonl" or translator.decode.n_best > 1
     for group in groups:
+        sentences = [
+            read_sentence(line, line_format.input, f"{name}, line {number}")
+            for number, line in enumerate(group, first + 1)
+        ]
         found = translator.stream(
-            [
-                read_sentence(line, line_format.input, f"{name}, line {number}")
-                for number, line in enumerate(group, first + 1)
-            ],
+            sentences,
             unit=line_format.unit,
             attention=line_format.attention or line_format.tokens,
             scores=scores,
             advance=advance,
         )
-        for index, different in enumerate(found, first):
-            # Programs that read n-best lists count lines.
-            repeated = [different[-1]] * (translator.decode.n_best - len(different))
-            hypotheses = [*different, *repeated]
-            if line_format.output == "jsonl":
-                yield format_json(hypotheses, line_format)
-            elif translator.decode.n_best == 1:
-                yield format_text(hypotheses[0], line_format)
-            else:
-                for hypothesis in hypotheses:
-                    yield f"{index} ||| {format_text(hypothesis, line_format, with_score=True)}"
+        with prefixed(f"{name}: "):
+            for index, different in enumerate(found, first):
+                # Programs that read n-best lists count lines.
+                repeated = [different[-1]] * (translator.decode.n_best - len(different))
+                yield from _lines([*different, *repeated], line_format, index)
         first += len(group)
+
+
+def _lines(hypotheses: Sequence[Hypothesis], line_format: LineFormat, index: int) -> Iterator[str]:
+    """Yields the output lines of a sentence, of this number from 0."""
+    if line_format.output == "jsonl":
+        yield format_json(hypotheses, line_format)
+    elif len(hypotheses) == 1:
+        yield format_text(hypotheses[0], line_format)
+    else:
+        for hypothesis in hypotheses:
+            yield f"{index} ||| {format_text(hypothesis, line_format, with_score=True)}"
 
 
 def read_sentence(line: str, encoding: LineEncoding, location: str) -> Sentence:

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
@@ -342,6 +343,9 @@ def _restore_params(
         with prefixed(f"{path}: "):
             (check or functools.partial(_check_size, path / name))(_shapes(stored))
         _check_chunks(path, stored)
+        for each, leaf in _named(stored):
+            if not jnp.issubdtype(leaf.dtype, jnp.floating):
+                raise UserError(f"{path}: damaged: {each} has values of {leaf.dtype}")
         sharding = SingleDeviceSharding(jax.local_devices()[0])
         template = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), stored
@@ -379,10 +383,9 @@ def _check_size(folder: Path, shapes: Shapes) -> None:
 
 def _check_chunks(path: Path, stored: Any) -> None:
     """Checks that no array is read in chunks that are larger than itself."""
-    for keys, leaf in jax.tree_util.tree_leaves_with_path(stored):
+    for name, leaf in _named(stored):
         chunk = leaf.storage.chunk_shape if leaf.storage else leaf.shape
         if any(ours > max(size, 1) for ours, size in zip(chunk, leaf.shape, strict=True)):
-            name = jax.tree_util.keystr(keys, simple=True, separator="/")
             raise UserError(
                 f"{path}: damaged: {name} is an array {list(leaf.shape)} in chunks {list(chunk)}"
             )
@@ -481,25 +484,29 @@ def _check_same_kind(path: Path, stored: Any, wanted: Mapping[str, Any]) -> None
     for name in (PARAMS, EMA, TRAINING):
         item = stored.get(name)
         prefix = "" if name == TRAINING else f"{name}/"
-        there |= {prefix + leaf: shape for leaf, shape in _shapes(item and item.tree).items()}
-        here |= {prefix + leaf: shape for leaf, shape in _shapes(wanted.get(name)).items()}
+        there |= {prefix + leaf: _kind(each) for leaf, each in _named(item and item.tree)}
+        here |= {prefix + leaf: _kind(each) for leaf, each in _named(wanted.get(name))}
     for leaf in sorted(there.keys() | here.keys()):
-        if there.get(leaf) != here.get(leaf):
-            theirs, ours = (
-                f"an array {list(shapes[leaf])}" if leaf in shapes else "nothing"
-                for shapes in (there, here)
-            )
+        theirs, ours = there.get(leaf, "nothing"), here.get(leaf, "nothing")
+        if theirs != ours:
             raise UserError(
                 f"{path} holds another kind of state: {leaf} is {theirs} there, and {ours} here; "
                 "restore into the state that was saved, or give another folder"
             )
 
 
+def _kind(leaf: Any) -> str:
+    numbers = " of integers" if jnp.issubdtype(leaf.dtype, jnp.integer) else ""
+    return f"an array {list(leaf.shape)}{numbers}"
+
+
 def _shapes(tree: Any) -> Shapes:
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
+    return {name: tuple(leaf.shape) for name, leaf in _named(tree)}
+
+
+def _named(tree: Any) -> Iterator[tuple[str, Any]]:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        yield jax.tree_util.keystr(path, simple=True, separator="/"), leaf
 
 
 def _as_array(leaf: Any) -> Any:

@@ -105,10 +105,17 @@ def changed(name, change):
     return damage
 
 
-def translation_class(text):
-    return re.sub(r'"pythonClassName": "[^"]*"', '"pythonClassName": "antigravity.Popen"', text)
+def translation_class(name):
+    return lambda text: re.sub(r'"pythonClassName": "[^"]*"', f'"pythonClassName": "{name}"', text)
 
 
+def pipe(folder):
+    (path,) = folder.glob("*array_record*")
+    path.unlink()
+    os.mkfifo(path)
+
+
+FEATURES = "tensorflow_datasets.core.features"
 DAMAGES = {
     "fewer": (changed("dataset_info.json", lambda text: text.replace('"500"', '"3"')), "has 500"),
     "more": (changed("dataset_info.json", lambda text: text.replace('"500"', '"900"')), "has 500"),
@@ -118,7 +125,15 @@ DAMAGES = {
     "not JSON": (changed("dataset_info.json", lambda text: text[:50]), "split train"),
     "null": (changed("features.json", lambda _: "null"), "data"),
     "deep": (changed("features.json", lambda _: "[" * 100_000), "nested too deeply"),
-    "a class": (changed("features.json", translation_class), "names antigravity.Popen, not a feat"),
+    "a class": (
+        changed("features.json", translation_class("antigravity.Popen")),
+        "names antigravity.Popen, not a feat",
+    ),
+    "a text": (
+        changed("features.json", translation_class(f"{FEATURES}.text_feature.Text")),
+        "has no feature Translation, only Text",
+    ),
+    "a pipe": (pipe, "a named pipe, not a file"),
     "another feature": (
         changed("features.json", lambda text: text.replace('"translation"', '"text"')), "data",
     ),

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -77,7 +78,7 @@ def write_text(rng: random.Random, path: Path) -> tuple[Path, str, int | None]:
         done = "gzip"
         if rng.random() < 0.6:
             packed, done = damage_bytes(rng, packed, content)
-            count = None
+            count = count if unpacked(packed) == content else None  # The header holds a date.
         path.write_bytes(packed)
         return path, f"{done} of {content!r}", count
     path.write_bytes(content)
@@ -98,6 +99,14 @@ def write_special(way: str, path: Path) -> None:
             path.symlink_to("/dev/null")
         case "broken link":
             path.symlink_to("nowhere")
+
+
+def unpacked(packed: bytes) -> bytes | None:
+    """Returns what a gzip file holds; None if it is damaged."""
+    try:
+        return gzip.decompress(packed)
+    except (EOFError, OSError, zlib.error):
+        return None
 
 
 def line_count(content: bytes) -> int | None:

@@ -1,6 +1,7 @@
 """SIGTERM at any moment of the program gives exit code 75, and loses nothing."""
 
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -54,6 +55,42 @@ def start(text, tmp_path, cache):
     for process in processes:
         process.kill()
         process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_ignored", [True, False])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_closed_terminal(text, tmp_path, cache, program, is_ignored):
+    """Stops training, unless SIGHUP is ignored, as below `nohup`."""
+    arguments = flags(text, tmp_path / "run", "--parallel.num-devices=1", "--train.num-steps=60")
+    controller, terminal = pty.openpty()
+
+    def prepare():
+        os.setsid()
+        os.close(os.open(os.ttyname(terminal), os.O_RDWR))  # It becomes the controlling terminal.
+        if is_ignored:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    process = subprocess.Popen(
+        [*PROGRAMS[program], *arguments],
+        env=os.environ | {"JAX_COMPILATION_CACHE_DIR": str(cache)},
+        stdin=terminal, stdout=terminal, stderr=terminal, preexec_fn=prepare,
+    )  # fmt: skip
+    os.close(terminal)
+    shown = b""
+    while b"step 2/" not in shown:
+        shown += os.read(controller, 1000)
+    os.close(controller)
+    assert process.wait(timeout=120) == (0 if is_ignored else ExitCode.INTERRUPTED)
+    lines = metrics(tmp_path / "run")
+    if is_ignored:
+        assert lines[-1]["split"] == "test"
+        return
+    steps = [int(path.name) for path in (tmp_path / "run/checkpoints").iterdir()]
+    assert 2 <= max(steps) < 60
+    again = subprocess.run([*PROGRAMS[program], *arguments], capture_output=True, check=False)
+    assert again.returncode == 0, again.stderr
+    assert metrics(tmp_path / "run")[-1]["split"] == "test"
 
 
 def log(tmp_path):

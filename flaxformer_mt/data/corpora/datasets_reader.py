@@ -12,6 +12,7 @@ from flaxformer_mt.data.corpora.parquet_reader import rows_of, validate
 from flaxformer_mt.data.corpora.rows import BadRows, Fault, placed
 from flaxformer_mt.data.corpora.text_files import Source, digest_files, source_of
 from flaxformer_mt.errors import UserError, first_line
+from flaxformer_mt.input_files import require_regular_files
 
 _READ_AT_ONCE = 1000  # Rows.
 
@@ -48,6 +49,7 @@ def open_saved(
         ) from error
     import pyarrow
 
+    require_regular_files(folder)
     try:
         rows = datasets.load_from_disk(str(folder))
         if isinstance(rows, datasets.DatasetDict):

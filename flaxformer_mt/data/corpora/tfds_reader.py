@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from flaxformer_mt.data.corpora.rows import LINE_BREAKS, BadRows, Fault, decoded, placed
 from flaxformer_mt.data.corpora.text_files import Source, digest_file, source_of
 from flaxformer_mt.errors import UserError, first_line
-from flaxformer_mt.input_files import read_json
+from flaxformer_mt.input_files import read_json, require_regular_files
 
 _READ_AT_ONCE = 10_000  # Records; three times as fast as reading them one by one.
 
@@ -100,6 +100,8 @@ def open_split(
             "one of Hugging Face by save_to_disk, and name its folder with data.corpus=datasets"
         )
     tfds = require_tfds()
+    if is_folder:
+        require_regular_files(path)
     # The builders of WMT and Flores are registered when their class is first accessed.
     getattr(tfds.translate, path.partition("/")[0].title().replace("_", ""), None)
     if is_folder and (features := Path(path, "features.json")).is_file():
@@ -190,9 +192,11 @@ def _find_languages(
     if isinstance(features, kinds):
         key, feature = None, features
     else:
-        key = next((name for name in features if isinstance(features[name], kinds)), None)
+        parts = dict(features) if isinstance(features, tfds.features.FeaturesDict) else {}
+        key = next((name for name, part in parts.items() if isinstance(part, kinds)), None)
         if key is None:
-            raise UserError(f"{where} has no feature Translation, only {', '.join(features)}")
+            found = ", ".join(parts) or type(features).__name__
+            raise UserError(f"{where} has no feature Translation, only {found}")
         feature = features[key]
     is_fixed = isinstance(feature, kinds[0])
     known = sorted(feature) if is_fixed else feature.languages

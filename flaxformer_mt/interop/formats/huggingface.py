@@ -70,9 +70,10 @@ def read(
     """
     settings = _read_json(folder / CONFIG)
     hub = HUB_FAMILIES[family]
-    if settings.get("model_type") not in hub.architectures:
+    architecture = str(settings.get("model_type"))
+    if architecture not in hub.architectures:
         raise UserError(
-            f"{folder / CONFIG} is of model_type={settings.get('model_type')}, not "
+            f"{folder / CONFIG} is of model_type={architecture}, not "
             f"{' or '.join(hub.architectures)}"
         )
     tensors, dtype = _read_tensors(folder, hub.family.ignores)
