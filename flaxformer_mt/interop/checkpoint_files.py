@@ -51,21 +51,23 @@ class PublishedCheckpoint(NamedTuple):
         return self._replace(tensors=tensors, prefix=self.prefix + prefix)
 
     def size(self, *witnesses: tuple[str, int]) -> int:
-        """Returns the size that most of these (tensor, axis) pairs have.
+        """Returns the size that most of these (tensor, axis) pairs have, of the tensors there are.
 
         With several of them, a tensor of a wrong shape is detected instead of determining the size.
 
         Raises:
-          UserError: a tensor is missing or has too few axes, or there is no majority.
+          UserError: all tensors are missing, one has too few axes, or there is no majority.
         """
         lengths = {}
         for name, axis in witnesses:
             if name not in self.tensors:
-                raise UserError(f"tensor {name} is missing")
+                continue
             shape = self.tensors[name].shape
             if len(shape) <= axis:
                 raise UserError(f"tensor {name} has shape {shape}, with too few axes")
             lengths[name] = shape[axis]
+        if not lengths:
+            raise UserError(f"tensor {witnesses[0][0]} is missing")
         (length, votes), *others = collections.Counter(lengths.values()).most_common()
         if others and others[0][1] == votes:
             shapes = ", ".join(f"{name} {self.tensors[name].shape}" for name in lengths)

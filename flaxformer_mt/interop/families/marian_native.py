@@ -12,12 +12,7 @@ import yaml
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
-from flaxformer_mt.interop.weight_maps.family import (
-    TYINGS,
-    Family,
-    activation_of_settings,
-    check_supported,
-)
+from flaxformer_mt.interop.weight_maps import family
 from flaxformer_mt.interop.weight_maps.layers import Layers, stack_norms
 from flaxformer_mt.interop.weight_maps.rules import TensorRule, embeddings, row, same
 from flaxformer_mt.model.transformer import ZERO_VECTOR
@@ -147,12 +142,11 @@ def _layout(names: Collection[str]) -> str:
 
 
 def _sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
-    tables = [name for name in (SHARED, SOURCE, TARGET) if name in checkpoint.tensors] or [SHARED]
     hidden, narrow = "encoder_l1_ffn_W1", "encoder_l1_ffn_W2"
     return {
-        "source_vocab_size": checkpoint.size((tables[0], 0)),
-        "target_vocab_size": checkpoint.size((tables[-1], 0)),
-        "d_model": checkpoint.size((tables[0], 1), (hidden, 0), (narrow, 1)),
+        "source_vocab_size": checkpoint.size((SHARED, 0), (SOURCE, 0)),
+        "target_vocab_size": checkpoint.size((SHARED, 0), (TARGET, 0)),
+        "d_model": checkpoint.size((SHARED, 1), (SOURCE, 1), (hidden, 0), (narrow, 1)),
         "d_ff": checkpoint.size((hidden, 1), ("encoder_l1_ffn_b1", 1), (narrow, 0)),
         "num_encoder_layers": checkpoint.num_layers("encoder_l", "_", first=1),
         "num_decoder_layers": checkpoint.num_layers("decoder_l", "_", first=1),
@@ -161,16 +155,16 @@ def _sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
 
 def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     options = checkpoint.settings
-    check_supported(options, _SUPPORTED, _spelled)
+    family.check_supported(options, _SUPPORTED, _spelled)
     is_recurrent = options.get("transformer-decoder-autoreg") == "rnn"
     if is_recurrent:
-        check_supported(options, _RECURRENT, _spelled)
+        family.check_supported(options, _RECURRENT, _spelled)
     source_vocabulary, target_vocabulary = _vocabulary_sizes(options)
     ties_source = _is_on(options, "tied-embeddings-all") or _is_on(options, "tied-embeddings-src")
     ties_output = _is_on(options, "tied-embeddings-all") or _is_on(options, "tied-embeddings")
     return {
         **{ours: _number(options, theirs) for theirs, ours in _FIELDS_OF_OPTIONS.items()},
-        **activation_of_settings(options, "transformer-ffn-activation", _ACTIVATIONS),
+        **family.activation_of_settings(options, "transformer-ffn-activation", _ACTIVATIONS),
         "source_vocab_size": source_vocabulary,
         "target_vocab_size": target_vocabulary,
         "decoder_kind": "ssru" if is_recurrent else "attention",
@@ -178,7 +172,7 @@ def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
         "embedding_norm": _has_norm(options, "transformer-postprocess-emb"),
         "final_norm": _has_norm(options, "transformer-postprocess-top"),
         "output_bias": not _is_on(options, "output-omit-bias"),
-        "tie_embeddings": TYINGS[ties_source, ties_output],
+        "tie_embeddings": family.TYINGS[ties_source, ties_output],
     }
 
 
@@ -259,7 +253,7 @@ def _preset(**overrides: Any) -> TransformerConfig:
     return TransformerConfig(**values | overrides)
 
 
-FAMILY = Family(
+FAMILY = family.Family(
     name=NAME,
     sizes=_sizes,
     guess=_guess,

@@ -82,16 +82,13 @@ def _layers(gated: bool) -> Layers:
 
 def _sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
     layers = _layers(checkpoint.has_any(".wi_0.weight"))
-    table = [(name, 0) for name in (SHARED, SOURCE, TARGET) if name in checkpoint.tensors]
-    rows = checkpoint.size(*table or [(SHARED, 0)])
+    tables = (SHARED, SOURCE, TARGET)
     return {
-        "source_vocab_size": rows,
-        "target_vocab_size": rows,
         "head_dim": layers.key_width(checkpoint, num_heads),
         "relative_position_buckets": checkpoint.size(
             *((BUCKETS.format(stack=stack), 0) for stack in ("encoder", "decoder"))
         ),
-        **layers.sizes(checkpoint),
+        **layers.sizes_of_model(tables, tables)(checkpoint, num_heads),
     }
 
 

@@ -1,7 +1,7 @@
 """The layers of a published model: their rules and sizes, from the names of their modules."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flaxformer_mt.config import TransformerConfig
@@ -58,38 +58,39 @@ class Layers:
             "d_model": checkpoint.size(
                 (f"{hidden}.weight", 1), (f"{output}.weight", 0), (scale, 0)
             ),
-            "d_ff": checkpoint.size(*_rows(checkpoint, hidden), (f"{output}.weight", 1)),
+            "d_ff": checkpoint.size(*_rows(hidden), (f"{output}.weight", 1)),
             "num_encoder_layers": checkpoint.num_layers(self.encoder.partition("{")[0]),
             "num_decoder_layers": checkpoint.num_layers(self.decoder.partition("{")[0]),
         }
 
     def sizes_of_model(
-        self, checkpoint: PublishedCheckpoint, source: str, *target: str, num_heads: int = 0
-    ) -> dict[str, Any]:
-        """Returns `sizes` and, from tensors with one row per token, the vocabulary sizes.
+        self, source: Sequence[str], target: Sequence[str], free_heads: bool = False
+    ) -> Callable[[PublishedCheckpoint, int], dict[str, Any]]:
+        """Returns `Family.sizes` of a model: `sizes`, those of vocabularies, and of free heads.
 
-        Also the widths of heads, if these are free: then `num_heads` is given.
+        `source` and `target` are tensors with one row per token, of which a file may omit some.
         """
-        found = {
-            "source_vocab_size": checkpoint.size((source, 0)),
-            "target_vocab_size": checkpoint.size(*((name, 0) for name in target)),
-        }
-        if num_heads:
-            found["head_dim"] = self.key_width(checkpoint, num_heads)
-            found["value_dim"] = self.value_width(checkpoint, num_heads)
-        return found | self.sizes(checkpoint)
+
+        def found(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
+            fields = self.sizes(checkpoint)
+            for side, names in (("source", source), ("target", target)):
+                fields[f"{side}_vocab_size"] = checkpoint.size(*((name, 0) for name in names))
+            if free_heads:
+                fields["head_dim"] = self.key_width(checkpoint, num_heads)
+                fields["value_dim"] = self.value_width(checkpoint, num_heads)
+            return fields
+
+        return found
 
     def key_width(self, checkpoint: PublishedCheckpoint, num_heads: int) -> int:
         """Returns the width of a head's queries and keys."""
         query, key, _, _ = self._first_projections()
-        rows = checkpoint.size(*_rows(checkpoint, query), (f"{key}.weight", 0))
-        return head_width(rows, num_heads)
+        return head_width(checkpoint.size(*_rows(query), (f"{key}.weight", 0)), num_heads)
 
     def value_width(self, checkpoint: PublishedCheckpoint, num_heads: int) -> int:
         """Returns the width of a head's values."""
         *_, value, output = self._first_projections()
-        rows = checkpoint.size(*_rows(checkpoint, value), (f"{output}.weight", 1))
-        return head_width(rows, num_heads)
+        return head_width(checkpoint.size(*_rows(value), (f"{output}.weight", 1)), num_heads)
 
     def _module_rules(self, config: TransformerConfig, stack: str, module: str) -> list[TensorRule]:
         name = self.modules[module]
@@ -119,10 +120,9 @@ class Layers:
         return [self._first("self_attention") + name for name in self.projections]
 
 
-def _rows(checkpoint: PublishedCheckpoint, name: str) -> list[tuple[str, int]]:
+def _rows(name: str) -> list[tuple[str, int]]:
     """Returns the tensors of a `torch.nn.Linear` that tell the number of its outputs."""
-    bias = [(f"{name}.bias", 0)] if f"{name}.bias" in checkpoint.tensors else []
-    return [(f"{name}.weight", 0), *bias]
+    return [(f"{name}.weight", 0), (f"{name}.bias", 0)]
 
 
 def head_width(features: int, num_heads: int) -> int:
