@@ -39,6 +39,17 @@ def prefixed(prefix: str) -> Iterator[None]:
         raise UserError(f"{prefix}{error}") from error
 
 
+@contextlib.contextmanager
+def requiring(
+    user: str, install: str, package: str = "a package that is not installed"
+) -> Iterator[None]:
+    """Says what to install for `user`, if the block cannot import a package."""
+    try:
+        yield
+    except ImportError as error:
+        raise UserError(f"{user} needs {package}: pip install {install}") from error
+
+
 def unusable(error: OSError) -> UserError:
     """Returns the `UserError` for a file that the operating system cannot use, which it names."""
     reason = error.strerror or str(error)

@@ -9,6 +9,7 @@ import pytest
 import safetensors.numpy
 
 from flaxformer_mt import interop
+from flaxformer_mt.config import TransformerConfig, to_dict
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.formats import own_format
 
@@ -64,3 +65,16 @@ def test_a_tensor_of_many_names_is_compared_with_the_file(tmp_path):
     with pytest.raises(UserError, match=r"model\.safetensors .*its tensors are far larger than"):
         interop.load("torch", path)
     assert time.monotonic() - start < 2
+
+
+NAMES = [("a/b", "a"), ("adam/mean/a", "adam/mean/a/b"), ("carried/x", "carried")]
+
+
+@pytest.mark.parametrize("names", NAMES)
+def test_a_name_that_is_a_group_of_others_is_refused(names, tmp_path):
+    path = tmp_path / "model.safetensors"
+    metadata = {"format": "flaxformer_mt", "config": json.dumps(to_dict(TransformerConfig()))}
+    metadata |= {"adam_step": "1", "adam_settings": "{}"}
+    safetensors.numpy.save_file(dict.fromkeys(names, np.zeros(1, np.float32)), path, metadata)
+    with pytest.raises(UserError, match=r"model\.safetensors .*is that of a group of others"):
+        own_format.read(path, {})

@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Literal, TypeAlias, cast
 
 from flaxformer_mt.config import CorpusConfig, DataConfig
-from flaxformer_mt.data.corpora import datasets_reader, tables, text_files, tfds_reader
+from flaxformer_mt.data.corpora import arrow_reader, tables, text_files, tfds_reader
 from flaxformer_mt.data.corpora.alignments import stream_aligned
 from flaxformer_mt.data.corpora.entities import unescaped
 from flaxformer_mt.data.corpora.rows import Dropped, merged, with_place
 from flaxformer_mt.data.corpora.text_files import Source, of_files
-from flaxformer_mt.errors import UserError
+from flaxformer_mt.errors import UserError, requiring
 
 HELD_OUT_PAIRS = 500
 """Number of pairs in the valid and test splits of a generated corpus."""
@@ -232,10 +232,8 @@ def open_corpus(
         return pairs
 
     def digest() -> bytes:
-        if source.digest is None:
-            return _digest_pairs(stream())
-        files = source.digest()
-        return hashlib.sha256(b"unescaped" + files).digest() if data.unescape_html else files
+        content = source.digest()
+        return hashlib.sha256(b"unescaped" + content).digest() if data.unescape_html else content
 
     return StreamedCorpus(
         name=source.name,
@@ -290,7 +288,7 @@ def _completed(corpus: CorpusConfig, data: DataConfig, split: str) -> CorpusConf
     kind = "tfds" if path.startswith("tfds:") else corpus.kind or data.corpus
     if kind == "text" and Path(path).is_file():
         kind = tables.form_of(Path(path))
-    elif kind == "text" and datasets_reader.is_saved(Path(path)):
+    elif kind == "text" and arrow_reader.is_saved(Path(path)):
         kind = "datasets"
     elif kind == "text" and tfds_reader.is_prepared(Path(path)):
         kind = "tfds"
@@ -338,7 +336,7 @@ def _open(corpus: CorpusConfig, data: DataConfig, prefix: str, has_inputs: bool)
             return _generate(corpus, data, _phrases(corpus, prefix))
         case "datasets":
             columns, option = corpus.columns, f"{prefix}path"
-            return datasets_reader.open_saved(Path(path), split, columns, languages, option, drops)
+            return arrow_reader.open_saved(Path(path), split, columns, languages, option, drops)
     known = languages if has_inputs else (None, languages[1])
     return tfds_reader.open_split(path, split, known, prefix, drops)
 
@@ -406,13 +404,8 @@ def _digest_pairs(pairs: Iterable[SentencePair]) -> bytes:
 
 
 def _phrases(corpus: CorpusConfig, prefix: str) -> _Draw:
-    try:
+    with requiring(f"{prefix}corpus=phrases", "'flaxformer_mt[demo]'"):
         from flaxformer_mt.data.corpora import generated_phrases
-    except ImportError as error:
-        raise UserError(
-            f"{prefix}corpus=phrases needs packages that are not installed: "
-            "pip install 'flaxformer_mt[demo]'"
-        ) from error
 
     source_language, target_language = (
         generated_phrases.Language(code, f"{prefix}{side}_language")
@@ -450,4 +443,4 @@ def _generate(corpus: CorpusConfig, data: DataConfig, draw: _Draw) -> Source:
         owner = splits[min(zlib.crc32(source.encode()) % 10, 2)]
         if owner == split and source not in pairs:
             pairs[source] = translate()
-    return Source(f"generated {kind}/{split}", pairs.items, None)
+    return Source(f"generated {kind}/{split}", pairs.items, lambda: _digest_pairs(pairs.items()))

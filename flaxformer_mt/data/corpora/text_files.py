@@ -27,13 +27,20 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 from flaxformer_mt.data.corpora.rows import BadRows, Dropped, Fault, decoded, placed
-from flaxformer_mt.errors import UserError
+from flaxformer_mt.errors import UserError, requiring
 from flaxformer_mt.input_files import open_regular
 
 MAX_LINE_BYTES = 2**20
 """Limit of the length of a line, with its end: some 150,000 words."""
 
-COMPRESSED = (".gz", ".zst", ".xz", ".bz2", ".zip")
+_COMPRESSIONS = {
+    ".gz": "gzip",
+    ".zst": "Zstandard",
+    ".xz": "xz",
+    ".bz2": "bzip2",
+    ".zip": "ZIP",
+}
+COMPRESSED = tuple(_COMPRESSIONS)
 """Suffixes of the files that are decompressed while they are read, in any case."""
 
 _Item = TypeVar("_Item")
@@ -46,8 +53,8 @@ class Source(NamedTuple):
     """Origin of the text, for messages."""
     read: Callable[[], Iterable[tuple[str, ...]]]
     """Yields the texts of each pair. Only the last one is used for a language model."""
-    digest: Callable[[], bytes] | None
-    """Computes the SHA-256 of the underlying files; None = that of the pairs is used."""
+    digest: Callable[[], bytes]
+    """Computes the SHA-256 of the underlying files or pairs."""
     malformed: Callable[[], dict[str, Dropped]] = dict
     """Returns the malformed rows that the last complete reading has dropped, by kind."""
 
@@ -337,13 +344,6 @@ def _member(archive: zipfile.ZipFile, path: Path) -> str:
     return names[0]
 
 
-_COMPRESSIONS = {
-    ".gz": "gzip",
-    ".zst": "Zstandard",
-    ".xz": "xz",
-    ".bz2": "bzip2",
-    ".zip": "ZIP",
-}
 _DAMAGES = (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError, zipfile.BadZipFile)
 
 
@@ -414,12 +414,8 @@ def _open(path: Path) -> io.BufferedReader:
 def _require_zstd(path: str) -> Any:
     """Imports the module of Zstandard: of Python from 3.14 on, of a package before."""
     name = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
-    try:
+    with requiring(path, "'flaxformer_mt[data]'"):
         return importlib.import_module(name)
-    except ImportError as error:
-        raise UserError(
-            f"{path} needs a package that is not installed: pip install 'flaxformer_mt[data]'"
-        ) from error
 
 
 def _arriving(stream: io.BufferedIOBase, enough: int, max_wait: float) -> Iterator[list[bytes]]:

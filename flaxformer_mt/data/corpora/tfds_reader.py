@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from flaxformer_mt.data.corpora.rows import LINE_BREAKS, BadRows, Fault, decoded, placed
 from flaxformer_mt.data.corpora.text_files import Source, digest_file, source_of
-from flaxformer_mt.errors import UserError
+from flaxformer_mt.errors import UserError, requiring
 from flaxformer_mt.input_files import read_json
 
 _READ_AT_ONCE = 10_000  # Records; three times as fast as reading them one by one.
@@ -32,16 +32,11 @@ def is_prepared(path: Path) -> bool:
 
 def require_tfds() -> Any:
     """Imports `tensorflow_datasets`."""
-    try:
+    with requiring("a data set of TensorFlow Datasets", "'flaxformer_mt[data]'"):
         import tensorflow_datasets
 
         # TensorFlow Datasets itself imports it only when a file is opened.
         importlib.import_module("array_record.python")
-    except ImportError as error:
-        raise UserError(
-            "TensorFlow Datasets needs packages that are not installed: "
-            "pip install 'flaxformer_mt[data]'"
-        ) from error
     return tensorflow_datasets
 
 

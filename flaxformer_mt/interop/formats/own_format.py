@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flax.traverse_util import unflatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from flaxformer_mt.config import to_dict
 from flaxformer_mt.config.fields import MAX_INTEGER
@@ -20,7 +20,6 @@ from flaxformer_mt.interop.checkpoint_files import Tensors
 from flaxformer_mt.interop.weight_maps import mapping
 from flaxformer_mt.interop.weight_maps.adam_state import AdamState, TrainingState
 from flaxformer_mt.interop.weight_maps.checkpoints import error_context
-from flaxformer_mt.interop.weight_maps.mapping import CARRIED
 from flaxformer_mt.interop.weight_maps.validation import check_params
 from flaxformer_mt.presets import canonical_family
 from flaxformer_mt.runs import parameter_file
@@ -83,8 +82,8 @@ def _adam_of(metadata: Mapping[str, str], tensors: Tensors) -> AdamState | None:
 
 def _flatten(prefix: str, tree: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Returns arrays by path; carried tensors keep their dotted names."""
-    carried = {f"{CARRIED}/{name}": np.asarray(a) for name, a in tree.get(CARRIED, {}).items()}
-    return {f"{prefix}{path}": a for path, a in (mapping.by_path(tree) | carried).items()}
+    arrays = flatten_dict(dict(tree), sep="/")
+    return {f"{prefix}{path}": np.asarray(array) for path, array in arrays.items()}
 
 
 def _unflatten(prefix: str, tensors: Tensors) -> dict[str, Any]:
@@ -94,11 +93,7 @@ def _unflatten(prefix: str, tensors: Tensors) -> dict[str, Any]:
         for name, tensor in tensors.items()
         if name.startswith(prefix) and (prefix or not name.startswith(ADAM))
     }
-    carried = {
-        name.removeprefix(f"{CARRIED}/"): tensor
-        for name, tensor in own.items()
-        if name.startswith(f"{CARRIED}/")
-    }
-    arrays = {name: a for name, a in own.items() if not name.startswith(f"{CARRIED}/")}
-    tree = unflatten_dict(arrays, sep="/")
-    return tree | {CARRIED: carried} if carried else tree
+    try:
+        return unflatten_dict(dict(sorted(own.items())), sep="/")
+    except IndexError as error:
+        raise UserError("the name of an array is that of a group of others") from error
