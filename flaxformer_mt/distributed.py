@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import jax
 import numpy as np
 
-from flaxformer_mt.errors import UserError
+from flaxformer_mt.errors import UserError, first_line
 from flaxformer_mt.exit_codes import ExitCode
 
 Cluster: TypeAlias = Literal["none", "auto", "slurm", "ompi", "mpi4py"]
@@ -93,8 +93,7 @@ def initialize(
         )
         jax.devices()  # Exchanges the devices of all processes.
     except (ValueError, RuntimeError, ImportError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"{where}: the processes cannot connect: {reason}") from error
+        raise UserError(f"{where}: the processes cannot connect: {first_line(error)}") from error
     finally:
         watch.cancel()
 

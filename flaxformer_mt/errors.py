@@ -50,6 +50,11 @@ def requiring(
         raise UserError(f"{user} needs {package}: pip install {install}") from error
 
 
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error message, or the name of its class if it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def unusable(error: OSError) -> UserError:
     """Returns the `UserError` for a file that the operating system cannot use, which it names."""
     reason = error.strerror or str(error)

@@ -61,7 +61,7 @@ class Interruption:
         self._is_handled = False
         self._name = ""
         self._num_retries = 0
-        self._overdue = threading.Timer(GRACE_SECONDS, _exit, [ExitCode.INTERRUPTED])
+        self._overdue = threading.Timer(GRACE_SECONDS, self._exit_meanwhile)
         self._overdue.daemon = True
         self._restore = contextlib.ExitStack()
 
@@ -166,8 +166,16 @@ class Interruption:
 
     def _interrupt(self) -> None:
         self._is_raised = True
+        raise Interrupted(self._reason())
+
+    def _exit_meanwhile(self) -> None:
+        """Ends the process while its main thread does not respond."""
+        _say(self._reason())
+        _exit(ExitCode.INTERRUPTED)
+
+    def _reason(self) -> str:
         name = self._name or "a signal to another process"
-        raise Interrupted(f"stopped by {name}; the same command continues")
+        return f"stopped by {name}; the same command continues"
 
     def _watch(self, signals: socket.socket) -> None:
         is_first = True
@@ -186,6 +194,7 @@ class Interruption:
                     self._requested.set()
                     _say(f"{name}: stopping after this step; Ctrl-C (again) exits without saving")
                 elif self._may_exit and not self._is_finished:
+                    self._name = self._name or name
                     self._overdue.start()
             elif self._may_exit and number[0] == signal.SIGINT:
                 _exit(ExitCode.STOPPED)

@@ -4,12 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, overload
 
-from flaxformer_mt.config import (
-    DataConfig,
-    ExperimentConfig,
-    TransformerConfig,
-    with_vocabulary_sizes,
-)
+from flaxformer_mt.config import DataConfig, ExperimentConfig, TransformerConfig
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.decoding.attention_weights import sentence_attention
 from flaxformer_mt.decoding.parameters import require_params
@@ -175,7 +170,6 @@ def save_run(
     Raises:
       UserError: the folder exists or cannot be written, or the parameters are not of this model.
     """
-    sizes = tokenizers.source.vocab_size, tokenizers.target.vocab_size
-    require_params(with_vocabulary_sizes(config, *sizes), params, str(folder))
+    require_params(tokenizers.with_sizes(config), params, str(folder))
     data = DataConfig(source_language=languages[0], target_language=languages[1])
     write_model(folder, ExperimentConfig(model=config, data=data), tokenizers, params, step=step)

@@ -140,6 +140,31 @@ def test_translate_reads_and_writes_files(run, command, tmp_path):
     assert output.read_text() == expected
 
 
+@pytest.mark.parametrize("form", ["text", "jsonl"])
+def test_interrupted_and_shared_translations_equal_a_whole_one(run, command, tmp_path, form):
+    options = ("--n-best", "2", "--format", form)
+    arguments = ("translate", "--run", run, *options, "--input", write(tmp_path / "in", LINES))
+    assert command(*arguments, "--output", tmp_path / "out")[0] == 0
+    wanted = (tmp_path / "out").read_bytes()
+
+    resumed = tmp_path / "resumed"
+    assert command(*arguments, "--output", resumed, "--resume")[0] == 0
+    assert resumed.read_bytes() == wanted
+    resumed.unlink()
+    (tmp_path / "resumed.0-of-1.partial").write_bytes(wanted[: len(wanted) // 2])
+    assert command(*arguments, "--output", resumed, "--resume")[0] == 0
+    assert resumed.read_bytes() == wanted
+
+    for shard in ("1/2", "0/2"):
+        assert not (tmp_path / "shared").exists()
+        assert command(*arguments, "--output", tmp_path / "shared", "--shard", shard)[0] == 0
+    assert (tmp_path / "shared").read_bytes() == wanted
+
+    other = command(*arguments, "--beam-size", "5", "--output", resumed, "--resume")
+    assert_rejected(other, "begun with other search", "give another --output")
+    assert_rejected(command("translate", "--run", run, "--resume"), "--input and --output")
+
+
 def test_json_lines_contain_the_requested_fields(run, command):
     lines = [{"text": "ein Hund"}, {"text": ""}]
     _, out, _ = command(

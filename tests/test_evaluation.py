@@ -114,6 +114,14 @@ def test_a_chosen_tokenizer_that_separates_nothing_is_warned_of(
     assert ("BLEU is no measure of quality here" in caplog.text) == is_wrong
 
 
+def test_sentences_without_any_reference_are_counted(caplog):
+    texts = ["a dog sleeps", "a cat sleeps", "birds fly south"]
+    evaluate(texts, [["a dog sleeps", "", "birds fly"], ["", "a cat", "birds fly"]])
+    assert not caplog.records
+    evaluate(texts, ["a dog sleeps", "\u200b ", ""])
+    assert "2 of 3 references are empty (the first is number 2)" in caplog.text
+
+
 def test_metrics_that_take_long_are_optional():
     assert set(evaluate(HYPOTHESES, REFERENCES, standard=("bleu", "chrf"))) == {
         "bleu", "bleu_signature", "chrf", "chrf_signature",

@@ -192,6 +192,7 @@ def test_a_main_thread_that_does_not_respond_is_not_waited_for():
     with process(UNRESPONSIVE) as running:
         running.send_signal(signal.SIGTERM)
         assert running.wait(timeout=10) == ExitCode.INTERRUPTED
+        assert "stopped by SIGTERM; the same command continues" in running.stderr.read()
 
 
 def test_a_signal_that_comes_after_the_end_changes_no_exit_code():

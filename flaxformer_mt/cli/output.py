@@ -1,14 +1,12 @@
 """Standard output, standard error and files, as the commands write them."""
 
 import contextlib
-import io
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from flaxformer_mt.data.corpora.text_files import count_lines
 from flaxformer_mt.runs import atomic
 
 _Group = TypeVar("_Group")
@@ -56,12 +54,12 @@ def line_writer(path: Path) -> Iterator[Callable[[Iterable[str]], None]]:
 
 
 @contextlib.contextmanager
-def line_progress(stream: io.BufferedIOBase, name: str) -> Iterator[Callable[[], object]]:
-    """Shows a progress bar over the lines of a file, if it is one and standard error a terminal.
+def line_progress(total: int | None) -> Iterator[Callable[[], object]]:
+    """Shows a progress bar over `total` lines, if that is known and standard error a terminal.
 
-    Yields a function to call after each line. `name` is where the text is from, for messages.
+    Yields a function to call after each line.
     """
-    if not (sys.stderr.isatty() and stream.seekable()):
+    if total is None or not sys.stderr.isatty():
         yield lambda: None
         return
     from rich.console import Console
@@ -69,7 +67,7 @@ def line_progress(stream: io.BufferedIOBase, name: str) -> Iterator[Callable[[],
 
     columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("Translating", total=count_lines(stream, name))
+        task = progress.add_task("Translating", total=total)
         yield lambda: progress.advance(task)
 
 

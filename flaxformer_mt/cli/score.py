@@ -74,7 +74,6 @@ def score(
     from rich.console import Console
     from rich.progress import track
 
-    from flaxformer_mt.decoding.parameters import require_params
     from flaxformer_mt.decoding.scoring.score_report import corpus_metrics, to_json, to_text
     from flaxformer_mt.decoding.scoring.scorer import PairScore, Scorer
     from flaxformer_mt.runs.trained_model import load_run
@@ -83,7 +82,6 @@ def score(
     given: Any = {"alignment_layer": alignment_layer, "alignment_head": alignment_head}
     given = {name: value for name, value in given.items() if value is not None}
     decode = dataclasses.replace(model.config.decode, **given)
-    require_params(model.model, model.params, str(run))
     scorer = Scorer(model.config.model, model.params, model.tokenizers, decode)
     lines = stream_parallel(source, target, *contrast)
     candidates = ((line, translations) for line, *translations in lines)

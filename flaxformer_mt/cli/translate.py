@@ -1,10 +1,12 @@
 """The command `translate`."""
 
 import contextlib
+import dataclasses
 import math
 import os
 import stat
 import sys
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,8 +21,10 @@ from flaxformer_mt.cli.options import (
     load_runs,
     require_writable,
 )
+from flaxformer_mt.cli.output_parts import Shard, part_writer
 from flaxformer_mt.config.fields import Bounds
-from flaxformer_mt.data.corpora.text_files import arriving_lines, opened
+from flaxformer_mt.data.corpora.text_files import arriving_lines, count_lines, digest_file, opened
+from flaxformer_mt.errors import UserError
 
 Milliseconds = Annotated[int | None, Bounds(0, 10**9), tyro.conf.arg(metavar="MS")]
 _MAX_LATENCY = 100
@@ -36,6 +40,8 @@ def translate(
     tokens: bool = False,
     attention: bool = False,
     max_latency: Milliseconds = None,
+    resume: bool = False,
+    shard: Annotated[str | None, tyro.conf.arg(metavar="I/N")] = None,
     checkpoint: CheckpointChoice = "best",
     decode: DecodeOptions = DEFAULT_SEARCH,
 ) -> None:
@@ -52,6 +58,8 @@ def translate(
       flaxformer-mt translate --run RUN --n-best 4 --format jsonl < source.txt
       flaxformer-mt translate --run RUN --sampling --seed 1 < source.txt
       flaxformer-mt translate --run RUN_1 --run RUN_2 < source.txt
+      flaxformer-mt translate --run RUN --input source.txt --output out --resume
+      flaxformer-mt translate --run RUN --input source.txt --output out --shard 0/4
 
     Args:
       run: Run folder of the trained model. Repeat the option to decode with an ensemble of models
@@ -72,6 +80,10 @@ def translate(
         --format jsonl.
       max_latency: Longest time in milliseconds that a line waits for others to share its batch
         (default: 100, and without a limit if the input is a regular file).
+      resume: Keep what is translated beside --output until that is complete, and continue there if
+        the command was interrupted. Requires --input and --output.
+      shard: Translate part I of N of the lines, from 0, as with --resume. The process that
+        completes the last part joins all to --output.
       checkpoint: "best" by validation, "last", or the step of a checkpoint.
       decode: Search options. Their defaults are those of the run.
     """
@@ -80,21 +92,51 @@ def translate(
 
     require_writable(output_file)
     form = LineFormat(input_format, output_format, alignment, tokens, attention)
+    is_part = resume or shard is not None
+    if is_part and not (input_file and input_file.is_file() and output_file):
+        raise UserError("--resume and --shard continue files: give --input and --output")
+    part = Shard.parse(shard or "0/1")
     with contextlib.ExitStack() as stack:
         name = str(input_file) if input_file else "standard input"
         stream: Any = stack.enter_context(opened(input_file)) if input_file else sys.stdin.buffer
-        write = (
-            stack.enter_context(output.line_writer(output_file))
-            if output_file
-            else output.print_lines
-        )
-        translator = Translator.from_runs(load_runs(run, checkpoint), decode)
-        advance = stack.enter_context(output.line_progress(stream, name))
+        runs = load_runs(run, checkpoint)
+        translator = Translator.from_runs(runs, decode)
+        is_counted = is_part or (sys.stderr.isatty() and stream.seekable())
+        lines = part.lines(count_lines(stream, name)) if is_counted else None
+        write: Callable[[Iterable[str]], None] = output.print_lines
+        if lines is not None and is_part and input_file and output_file:
+            settings = {
+                "input": digest_file(input_file).hex(),
+                "models": [[str(each.folder.absolute()), each.step] for each in runs],
+                "search": dataclasses.asdict(translator.decode),
+                "formats": dataclasses.asdict(form),
+            }
+            lines_each = translator.decode.n_best if output_format == "text" else 1
+            lines, write = stack.enter_context(
+                part_writer(output_file, part, settings, lines, lines_each)
+            )
+        elif output_file:
+            write = stack.enter_context(output.line_writer(output_file))
+        advance = stack.enter_context(output.line_progress(None if lines is None else len(lines)))
         if max_latency is None and not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
             max_latency = _MAX_LATENCY
         max_wait = math.inf if max_latency is None else max_latency / 1000
-        groups = arriving_lines(stream, name, window_characters(decode), max_wait)
+        groups = arriving_lines(stream, name, window_characters(translator.decode), max_wait)
+        if is_part and lines is not None:
+            groups = _within(groups, lines)
         if input_file is None and stream.isatty():
             groups = output.prompted(groups, "type a sentence; Ctrl-D ends")
-        for line in translate_lines(translator, groups, form, name, advance):
+        first = 0 if lines is None else lines.start
+        for line in translate_lines(translator, groups, form, name, advance, first):
             write([line])
+
+
+def _within(groups: Iterable[list[str]], lines: range) -> Iterator[list[str]]:
+    """Yields the lines of these numbers, from 0."""
+    first = 0
+    for group in groups:
+        if first >= lines.stop:
+            return
+        if chosen := group[max(lines.start - first, 0) : lines.stop - first]:
+            yield chosen
+        first += len(group)

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from flaxformer_mt.config import ExperimentConfig, TransformerConfig, with_vocabulary_sizes
+from flaxformer_mt.config import ExperimentConfig, TransformerConfig
 from flaxformer_mt.data.corpora.corpus import (
     Corpus,
     ParallelCorpus,
@@ -160,4 +160,4 @@ def _with_tables(model: TransformerConfig, tokenizers: Tokenizers) -> Transforme
                 f"model.{side}_vocab_size={size} is less than the {needed} tokens of the "
                 "vocabulary: leave it out, or give 0"
             )
-    return with_vocabulary_sizes(model, tokenizers.source.vocab_size, tokenizers.target.vocab_size)
+    return tokenizers.with_sizes(model)

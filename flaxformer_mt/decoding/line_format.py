@@ -42,17 +42,18 @@ def translate_lines(
     line_format: LineFormat,
     name: str,
     advance: Callable[[], object] = lambda: None,
+    first: int = 0,
 ) -> Iterator[str]:
     """Yields the output lines, each as soon as all preceding input lines are translated.
 
     If fewer than `n_best` different translations of a line are found, the last one is repeated. A
     group of lines that are available together is translated completely before the next is read.
-    `name` is the source of the lines, for error messages; `advance` is that of `Translator.stream`.
+    `name` is the source of the lines, for error messages, and `first` the number of the first, from
+    0; `advance` is that of `Translator.stream`.
 
     Raises:
       UserError: a line does not have the input format or cannot be translated.
     """
-    first = 0
     scores = line_format.output == "jsonl" or translator.decode.n_best > 1
     for group in groups:
         found = translator.stream(

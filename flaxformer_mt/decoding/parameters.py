@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
 from jax.sharding import NamedSharding, PartitionSpec
 
-from flaxformer_mt.config import TransformerConfig, with_vocabulary_sizes
+from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.memory_limits import LESS_ON_DEVICE, explained_exhaustion
@@ -86,9 +86,7 @@ def prepared_model(
         raise TypeError(f"config must be a TransformerConfig, not {type(config).__name__}")
     if not config.has_inputs:
         raise UserError("model.has_inputs=False: a language model has no source sentences")
-    config = with_vocabulary_sizes(
-        config, tokenizers.source.vocab_size, tokenizers.target.vocab_size
-    )
+    config = tokenizers.with_sizes(config)
     require_params(config, params)
     with explained_exhaustion("loading the model", LESS_ON_DEVICE):
         params = on_one_device(params)

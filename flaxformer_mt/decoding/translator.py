@@ -10,11 +10,11 @@ import jax
 from rich.console import Console
 from rich.progress import track
 
-from flaxformer_mt.config import DecodeConfig, TransformerConfig, with_vocabulary_sizes
+from flaxformer_mt.config import DecodeConfig, TransformerConfig
 from flaxformer_mt.config.fields import suggestion
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers, split_language
-from flaxformer_mt.decoding.batching.workers import batch_tokens
-from flaxformer_mt.decoding.parameters import prepared_model, require_params
+from flaxformer_mt.decoding.batching.workers import batch_tokens, decoding_devices
+from flaxformer_mt.decoding.parameters import prepared_model
 from flaxformer_mt.decoding.scoring.alignment import AlignmentUnit
 from flaxformer_mt.decoding.sentence_decoder import Hypothesis, Sentence, SentenceDecoder
 from flaxformer_mt.decoding.text_arguments import (
@@ -99,8 +99,6 @@ class Translator:
         if not runs:
             raise UserError("there is no run to translate with: name at least one")
         require_same_vocabularies([(str(run.folder), run) for run in runs])
-        for run in runs:
-            require_params(run.model, run.params, str(run.folder))
         first, *others = runs
         return cls(
             first.config.model,
@@ -291,8 +289,13 @@ def translate(
 
 
 def window_characters(decode: DecodeConfig) -> int:
-    """Returns how many characters are read ahead: enough for about thirty batches of the device."""
-    return _WINDOW_CHARACTERS * batch_tokens(decode, jax.default_backend())
+    """Returns how many characters are read ahead: enough for about thirty batches per device.
+
+    Raises:
+      UserError: this process has fewer than `decode.num_devices`.
+    """
+    devices = decoding_devices(decode, jax.local_devices()[0])
+    return _WINDOW_CHARACTERS * batch_tokens(decode, devices[0].platform) * len(devices)
 
 
 def windows(sentences: Iterable[Sentence], size: int) -> Iterator[list[Sentence]]:
@@ -344,8 +347,7 @@ def _as_sentence(sentence: Any, name: str) -> Sentence:
 
 def check_search(model: TransformerConfig, tokenizers: Tokenizers, decode: DecodeConfig) -> None:
     """Raises the errors of a validation's search, which would otherwise come after many steps."""
-    sizes = tokenizers.source.vocab_size, tokenizers.target.vocab_size
-    SentenceDecoder([(with_vocabulary_sizes(model, *sizes), {})], decode, tokenizers)
+    SentenceDecoder([(tokenizers.with_sizes(model), {})], decode, tokenizers)
 
 
 def into_languages(

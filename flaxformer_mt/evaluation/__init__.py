@@ -94,6 +94,13 @@ def compare(
     given = _metric_options(options)
     _check_counts(texts, all_references, given.sources)
     _check_options(len(all_references[0]), given)
+    by_sentence = [*zip(*all_references, strict=True)]
+    if empty := [number for number, each in enumerate(by_sentence, start=1) if not any(each)]:
+        _log.warning(
+            "%d of %d references are empty (the first is number %d), which lowers the scores: "
+            "leave these sentences out",
+            *(len(empty), len(by_sentence), empty[0]),
+        )
     separation = separation_of(all_references[0])
     if given.tokenize and "bleu" in given.standard and separation.is_unsuitable(given.tokenize):
         _log.warning(

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import safetensors.numpy
 
-from flaxformer_mt.errors import UserError, prefixed
+from flaxformer_mt.errors import UserError, first_line, prefixed
 from flaxformer_mt.interop import torch_files
 from flaxformer_mt.runs import atomic
-from flaxformer_mt.runs.parameter_file import first_bytes, first_line, read_safetensors
+from flaxformer_mt.runs.parameter_file import first_bytes, read_safetensors
 
 Tensors = Mapping[str, np.ndarray]
 """Arrays by name or path."""
@@ -203,7 +203,13 @@ def write_safetensors(path: Path, tensors: Tensors, metadata: Mapping[str, str])
     # safetensors writes the memory as it is, so arrays must be in row-major order.
     arrays = {name: np.array(array, order="C") for name, array in tensors.items()}
     with atomic.new_file(path) as partial:
-        safetensors.numpy.save_file(arrays, partial, metadata=dict(metadata))
+        try:
+            safetensors.numpy.save_file(arrays, partial, metadata=dict(metadata))
+        except safetensors.SafetensorError as error:
+            # Only its text has the number of the operating system's error.
+            if (found := re.search(r"\(os error (\d+)\)", str(error))) is None:
+                raise
+            raise OSError(int(found[1]), os.strerror(int(found[1]))) from error
 
 
 def write_torch(path: Path, content: Mapping[str, Any]) -> None:
@@ -224,8 +230,9 @@ def write_torch(path: Path, content: Mapping[str, Any]) -> None:
             tensors[id(value)] = torch.from_numpy(np.array(value, order="C"))
         return tensors[id(value)]
 
-    with atomic.new_file(path) as partial:
-        torch.save(to_torch(content), partial)
+    # PyTorch's own writes to a path that fail do not say why.
+    with atomic.new_file(path) as partial, partial.open("wb") as file:
+        torch.save(to_torch(content), file)
 
 
 def _read_file(path: Path) -> Any:

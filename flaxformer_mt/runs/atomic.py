@@ -21,7 +21,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from flaxformer_mt.errors import UserError
+from flaxformer_mt.errors import UserError, first_line
 
 MARKER = ".flaxformer_mt"
 """Name of the file that marks a workspace."""
@@ -338,7 +338,7 @@ def explained(path: Path) -> Iterator[None]:
         if error.errno == errno.ELOOP and path.is_symlink():
             reason = "it is a symbolic link; remove it"
         else:
-            reason = error.strerror or (str(error).splitlines() or [type(error).__name__])[0]
+            reason = error.strerror or first_line(error)
         raise UserError(f"{path} cannot be written: {reason}") from error
 
 

@@ -36,12 +36,11 @@ from orbax.checkpoint.args import Composite, StandardRestore, StandardSave
 
 from flaxformer_mt import distributed
 from flaxformer_mt.config import ValidationMetric
-from flaxformer_mt.errors import UserError, prefixed
+from flaxformer_mt.errors import UserError, first_line, prefixed
 from flaxformer_mt.input_files import max_content
 from flaxformer_mt.runs import atomic, data_file, step_folders
 from flaxformer_mt.runs.layout import EMA, PARAMS, TRAINING, CheckpointSelector
 from flaxformer_mt.runs.manifest import damage
-from flaxformer_mt.runs.parameter_file import first_line
 from flaxformer_mt.runs.step_folders import kept_steps
 
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]

@@ -14,7 +14,7 @@ import numpy as np
 import safetensors
 
 from flaxformer_mt.config import TransformerConfig, from_dict
-from flaxformer_mt.errors import UserError
+from flaxformer_mt.errors import UserError, first_line
 from flaxformer_mt.input_files import MAX_SETTINGS_BYTES, open_regular, parse_json
 
 FORMAT = "flaxformer_mt"
@@ -86,8 +86,3 @@ def first_bytes(path: Path) -> bytes:
     if not start:
         raise UserError("an empty file")
     return start
-
-
-def first_line(error: Exception) -> str:
-    """Returns the first line of an error message."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

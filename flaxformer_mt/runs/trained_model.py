@@ -16,7 +16,7 @@ from flax.traverse_util import flatten_dict
 
 from flaxformer_mt import config as configuration
 from flaxformer_mt import distributed
-from flaxformer_mt.config import ExperimentConfig, TransformerConfig, with_vocabulary_sizes
+from flaxformer_mt.config import ExperimentConfig, TransformerConfig
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.memory_limits import LESS_ON_DEVICE, explained_exhaustion
@@ -49,8 +49,7 @@ class TrainedModel:
     @property
     def model(self) -> TransformerConfig:
         """The configuration of the Transformer, with the vocabulary sizes filled in."""
-        source, target = self.tokenizers.source, self.tokenizers.target
-        return with_vocabulary_sizes(self.config.model, source.vocab_size, target.vocab_size)
+        return self.tokenizers.with_sizes(self.config.model)
 
 
 def load_run(folder: str | Path, checkpoint: CheckpointSelector = "best") -> TrainedModel:
@@ -98,9 +97,7 @@ def _check_shapes(
     folder: Path, config: ExperimentConfig, tokenizers: Tokenizers, shapes: Mapping[str, Any]
 ) -> None:
     """Checks the shapes of parameters, by path, against the vocabularies and the configuration."""
-    model = with_vocabulary_sizes(
-        config.model, tokenizers.source.vocab_size, tokenizers.target.vocab_size
-    )
+    model = tokenizers.with_sizes(config.model)
     expected = parameter_shapes(model)
     for side, tokenizer, size in (
         ("source", tokenizers.source, model.source_vocab_size),

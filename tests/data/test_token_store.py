@@ -342,6 +342,9 @@ def test_large_vocabularies_use_a_wider_dtype(tmp_path):
         def encode(self, texts):
             return [[69_999] for _ in texts]
 
+        def with_source_end(self, tokens):
+            return [*tokens, self.eos_id]
+
     (small,) = open_stores(tmp_path, [CORPUS], TOKENIZERS, CONFIG)
     assert small.targets.tokens.dtype == np.uint16
     (large,) = open_stores(tmp_path, [CORPUS], Tokenizers(Large(), Large()), CONFIG)

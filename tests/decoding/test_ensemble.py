@@ -7,6 +7,7 @@ import pytest
 import scipy.special
 
 from flaxformer_mt.config import ExperimentConfig, TransformerConfig
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.decoding.batching.search_programs import (
     combine,
     mean_log_probabilities,
@@ -98,7 +99,7 @@ def test_every_state_is_reordered():
 
 
 def run(source="s", target="t", **model):
-    vocabularies = types.SimpleNamespace(
+    vocabularies = Tokenizers(
         source=types.SimpleNamespace(fingerprint=source, vocab_size=64),
         target=types.SimpleNamespace(fingerprint=target, vocab_size=64),
     )

@@ -4,6 +4,7 @@ The calls are counted by `calls.c`, which is loaded before all other libraries, 
 Orbax and TensorStore are reached as well.
 """
 
+import collections
 import errno
 import os
 import shutil
@@ -13,9 +14,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from forks import Commands
+from fuzz import kills
+from fuzz.core import listing
+from fuzz.world import World
 
 from flaxformer_mt.runs import atomic
-from flaxformer_mt.runs.checkpoint import restore_params
 
 WRITE = """
 import sys
@@ -32,7 +36,6 @@ try:
 except (UserError, OSError) as error:
     sys.exit(f"refused: {error}")
 """
-COMMAND = "import sys; from flaxformer_mt.cli import main; sys.exit(main())"
 
 
 @pytest.fixture(scope="session")
@@ -90,28 +93,49 @@ def test_a_write_is_whole_or_absent_whichever_call_fails(library, tmp_path, erro
     assert ended.returncode == 0
 
 
+@pytest.fixture(scope="module")
+def commands(library, tmp_path_factory):
+    commands = Commands(library, tmp_path_factory.mktemp("commands"))
+    yield commands
+    commands.close()
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    return World(tmp_path_factory.mktemp("world"))
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(3600)  # Each call costs the start of a program.
-@pytest.mark.parametrize("error", [0, errno.EIO])
-def test_an_average_is_whole_or_absent_whichever_call_fails(library, trained_run, tmp_path, error):
+@pytest.mark.timeout(3600)  # Each call costs two starts of a command.
+@pytest.mark.parametrize("error", [0, errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize("command", sorted(set(kills.COMMANDS)))
+def test_a_command_can_be_given_again_whichever_call_fails(
+    commands, world, tmp_path, command, error
+):
     folder = tmp_path / "all"
-    output = folder / "average"
-    arguments = [COMMAND, "average", "--run", trained_run, "--last", "1", "--output", output]
+    arguments = kills.arguments(command, world, folder / kills.OUTPUT)
     folder.mkdir()
-    expected, calls = run(library, folder, arguments)
-    assert expected.returncode == 0, expected.stderr
-    step, params = restore_params(output)
-    assert step >= 0
-    assert params
+    code, said, calls = commands.run(arguments, folder)
+    assert code == 0, said
+    expected = kills.result(command, folder)
+    counts = collections.Counter()
     # FAULT_STRIDE=10 tries every tenth call.
     for number in range(0, len(calls), int(os.environ.get("FAULT_STRIDE", "1"))):
         shutil.rmtree(folder)
         folder.mkdir()
-        ended, _ = run(library, folder, arguments, number, error)
-        assert "Traceback" not in ended.stderr, (number, ended.stderr)
-        if not output.exists():
-            again, _ = run(library, folder, arguments)
-            assert again.returncode == 0, (number, again.stderr)
-        assert restore_params(output)[0] == step
-        atomic.remove_leftovers(folder)
-        assert [path.name for path in folder.iterdir()] == ["average"]
+        code, said, _ = commands.run(arguments, folder, FAULT_AT=number, FAULT_ERROR=error)
+        where = (number, calls[number], code, said)
+        assert "Traceback" not in said, where
+        assert error or code in (-signal.SIGKILL, 0), where
+        if code == 0:
+            counts["unharmed"] += 1
+        else:
+            assert not error or "error: " in said, where
+            counts["killed" if error == 0 else "refused"] += 1
+            again, said, _ = commands.run(arguments, folder)
+            # The call was after the output had its name.
+            is_there = "error: " in said and "exists" in said
+            assert again == 0 or is_there, (*where, said)
+        assert kills.result(command, folder) == expected, where
+        assert {name for name in listing(folder) if not name.startswith(kills.OUTPUT)} == set()
+    print(f"{command}, {os.strerror(error) if error else 'kill'}: {len(calls)} calls, {counts}")

@@ -17,7 +17,10 @@ from fuzz.world import REPOSITORY, World
 
 PROGRAM = "import sys; from flaxformer_mt.cli import main; sys.exit(main())"
 OUTPUT = "output"
-COMMANDS = ("train", "train", "average", "convert", "export", "translate", "prepare", "lexicon")
+COMMANDS = (
+    "train", "train", "average", "convert", "export", "translate", "resume", "evaluate", "prepare",
+    "lexicon",
+)  # fmt: skip
 
 
 def arguments(command: str, world: World, output: Path) -> tuple[str, ...]:
@@ -35,6 +38,11 @@ def arguments(command: str, world: World, output: Path) -> tuple[str, ...]:
             return "convert", "--from", "flaxformer_mt", "--to", "marian", run, str(output)
         case "translate":
             return "translate", "--run", run, "--input", str(world.lines), "--output", str(output)
+        case "resume":
+            return *arguments("translate", world, output), "--resume"
+        case "evaluate":
+            texts = ("--source", str(world.lines), "--reference", str(world.lines))
+            return "evaluate", "--run", run, *texts, "--output", str(output)
         case "prepare":
             languages = ("--source-language", "en", "--target-language", "de")
             return "prepare", "--path", str(world.text), "--output", str(output), *languages

@@ -38,8 +38,7 @@ def test_names_that_begin_with_a_prefix_by_themselves_keep_it():
     }
     assert all(name.startswith("model.") for name in inside)
     loaded = interop.load("marian", inside, **variant.hints)
-    written = checkpoints.to_state_dict(interop.FAMILIES["marian"], *loaded)
-    assert written.keys() == inside.keys()
+    assert checkpoints.to_state_dict(interop.FAMILIES["marian"], *loaded).keys() == inside.keys()
 
 
 @pytest.mark.parametrize("prefix", ["wrapper.", "module", "modules."])

@@ -29,6 +29,9 @@ COMMANDS = {
     "convert": "convert --from flaxformer_mt --to marian {run} {output}",
     "average": "average --run {run} --last 1 --output {output}",
     "translate": "translate --run {run} --beam-size 1 --input {lines} --output {output}",
+    "translate --resume": (
+        "translate --run {run} --beam-size 1 --input {lines} --output {output} --resume"
+    ),
 }
 
 
@@ -67,7 +70,7 @@ def kill(process, output, longest, rng):
 
 def result_of(name, output):
     """The files that a command has written, and parameters if Orbax, whose files differ, has."""
-    if name == "translate":
+    if name.startswith("translate"):
         return output.read_bytes(), ()
     files = {
         path.relative_to(output).as_posix(): path.read_bytes()
@@ -120,5 +123,6 @@ def test_a_command_that_is_killed_can_be_repeated(workplace, tmp_path, name):
     print(f"{name}: {KILLS} kills, {leftovers} left something behind, {completed} came too late")
     finish(start(name, workplace, output))
     assert_equal(result_of(name, output), wanted)
-    assert sorted(output.parent.iterdir()) == sorted([output, *foreign])
+    settings = [output.with_name("output.settings.json")] if name.endswith("--resume") else []
+    assert sorted(output.parent.iterdir()) == sorted([output, *settings, *foreign])
     assert all((folder / "foreign").read_text() == "kept" for folder in foreign)

@@ -11,7 +11,7 @@ from flaxformer_mt.config.fields import suggestion
 from flaxformer_mt.data.corpora import headers
 from flaxformer_mt.data.corpora.rows import LINE_BREAKS, BadRows, Fault, decoded, placed
 from flaxformer_mt.data.corpora.text_files import Source, digest_files, opened, source_of
-from flaxformer_mt.errors import UserError, requiring
+from flaxformer_mt.errors import UserError, first_line, requiring
 from flaxformer_mt.input_files import max_content
 
 _READ_AT_ONCE = 1000  # Rows; texts that the file has once are repeated in memory.
@@ -90,8 +90,7 @@ def open_saved(
     except UserError:
         raise
     except Exception as error:  # Damaged metadata can raise anything.
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise UserError(f"{given} cannot be read: {reason}") from error
+        raise UserError(f"{given} cannot be read: {first_line(error)}") from error
     name = f"{folder}/{split}"
     if not columns:
         prefix = "translation." if "translation" in rows.features else ""

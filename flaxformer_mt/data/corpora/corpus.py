@@ -232,8 +232,10 @@ def open_corpus(
         return pairs
 
     def digest() -> bytes:
-        content = source.digest()
-        return hashlib.sha256(b"unescaped" + content).digest() if data.unescape_html else content
+        if source.digest is None:
+            return _digest_pairs(stream())
+        files = source.digest()
+        return hashlib.sha256(b"unescaped" + files).digest() if data.unescape_html else files
 
     return StreamedCorpus(
         name=source.name,
@@ -443,4 +445,4 @@ def _generate(corpus: CorpusConfig, data: DataConfig, draw: _Draw) -> Source:
         owner = splits[min(zlib.crc32(source.encode()) % 10, 2)]
         if owner == split and source not in pairs:
             pairs[source] = translate()
-    return Source(f"generated {kind}/{split}", pairs.items, lambda: _digest_pairs(pairs.items()))
+    return Source(f"generated {kind}/{split}", pairs.items, None)

@@ -53,8 +53,8 @@ class Source(NamedTuple):
     """Origin of the text, for messages."""
     read: Callable[[], Iterable[tuple[str, ...]]]
     """Yields the texts of each pair. Only the last one is used for a language model."""
-    digest: Callable[[], bytes]
-    """Computes the SHA-256 of the underlying files or pairs."""
+    digest: Callable[[], bytes] | None
+    """Computes the SHA-256 of the underlying files; None = that of the pairs is used."""
     malformed: Callable[[], dict[str, Dropped]] = dict
     """Returns the malformed rows that the last complete reading has dropped, by kind."""
 

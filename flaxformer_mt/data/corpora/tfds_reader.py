@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from flaxformer_mt.data.corpora.rows import LINE_BREAKS, BadRows, Fault, decoded, placed
 from flaxformer_mt.data.corpora.text_files import Source, digest_file, source_of
-from flaxformer_mt.errors import UserError, requiring
+from flaxformer_mt.errors import UserError, first_line, requiring
 from flaxformer_mt.input_files import read_json
 
 _READ_AT_ONCE = 10_000  # Records; three times as fast as reading them one by one.
@@ -109,8 +109,7 @@ def open_split(
     except (ImportError, NotImplementedError) as error:
         raise UserError(_how_to_prepare(path, is_folder, prefix)) from error
     except Exception as error:  # Damaged metadata can raise anything.
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise UserError(f"{prefix}path={path}, split {split}: {reason}") from error
+        raise UserError(f"{prefix}path={path}, split {split}: {first_line(error)}") from error
     take = _find_languages(tfds, builder.info.features, languages, f"{prefix}path={path}", prefix)
     name = f"{path}/{split}"
 

@@ -24,7 +24,7 @@ from flaxformer_mt.data.tokenizers.marian_tokenizer import (
     read_object,
 )
 from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE
-from flaxformer_mt.errors import UserError, prefixed
+from flaxformer_mt.errors import UserError, first_line, prefixed
 
 if TYPE_CHECKING:
     import tokenizers
@@ -218,8 +218,7 @@ def _usable(label: Path) -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
             raise
-        reason = next(iter(str(error).splitlines()), "")
-        raise UserError(f"{label} is damaged: {reason}") from error
+        raise UserError(f"{label} is damaged: {first_line(error)}") from error
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from flaxformer_mt.config import DataConfig, TransformerConfig
+from flaxformer_mt.config import DataConfig, TransformerConfig, with_vocabulary_sizes
 from flaxformer_mt.data.corpora.corpus import Corpus
 from flaxformer_mt.data.corpora.text_files import counted
 from flaxformer_mt.data.tokenizers import (
@@ -202,6 +202,10 @@ class Tokenizers:
         if self.source.fingerprint != target.fingerprint:
             fields["tie_embeddings"] = "target_output"  # The sides cannot share a table.
         return fields
+
+    def with_sizes(self, model: TransformerConfig) -> TransformerConfig:
+        """Returns a model with the sizes of the vocabularies, where it leaves them open."""
+        return with_vocabulary_sizes(model, self.source.vocab_size, self.target.vocab_size)
 
     def with_ids(self, model: TransformerConfig) -> TransformerConfig:
         """Returns a model with the special tokens of the vocabularies, where it has the defaults.

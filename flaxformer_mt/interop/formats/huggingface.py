@@ -30,7 +30,7 @@ from flaxformer_mt.data.tokenizers.marian_tokenizer import (
 )
 from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers
-from flaxformer_mt.errors import UserError
+from flaxformer_mt.errors import UserError, first_line
 from flaxformer_mt.input_files import parse_json, read_bytes, read_json
 from flaxformer_mt.interop import checkpoint_files
 from flaxformer_mt.interop.adaptation import adapt
@@ -43,7 +43,6 @@ from flaxformer_mt.interop.weight_maps import checkpoints
 from flaxformer_mt.interop.weight_maps.mapping import CARRIED
 from flaxformer_mt.runs import atomic
 from flaxformer_mt.runs.layout import ORIGIN
-from flaxformer_mt.runs.parameter_file import first_line
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 _CARRIED_FILE = "carried.safetensors"
@@ -176,7 +175,7 @@ def _read_json(path: Path, default: Mapping[str, Any] | None = None) -> dict[str
 
 
 def _read_tensors(
-    folder: Path, ignores: Callable[[Any], bool] = lambda name: False
+    folder: Path, ignores: Callable[[Any], bool]
 ) -> tuple[dict[str, np.ndarray], str]:
     """Returns all tensors, narrow ones as float32, and the dtype that most of them had."""
     for name in _WEIGHTS:

@@ -11,7 +11,7 @@ import jax
 from google.protobuf.empty_pb2 import Empty
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from flaxformer_mt.errors import UserError
+from flaxformer_mt.errors import UserError, first_line
 from flaxformer_mt.runs import atomic
 
 
@@ -78,8 +78,7 @@ def _traced(path: Path) -> Iterator[None]:
             try:
                 jax.profiler.stop_trace()
             except jax.errors.JaxRuntimeError as error:
-                reason = str(error).splitlines()[0]
-                raise UserError(f"{path} cannot be written: {reason}") from error
+                raise UserError(f"{path} cannot be written: {first_line(error)}") from error
         for trace in folder.rglob("*.trace.json.gz"):
             programs = trace.with_name(trace.name.replace(".trace.json.gz", ".xplane.pb"))
             add_module_names(trace, operation_names(programs.read_bytes()))
