@@ -89,11 +89,16 @@ def _flatten(prefix: str, tree: Mapping[str, Any]) -> dict[str, np.ndarray]:
 def _unflatten(prefix: str, tensors: Tensors) -> dict[str, Any]:
     """Inverts `_flatten`, for the tensors with this prefix."""
     own = {
-        name.removeprefix(prefix): tensor
+        _path(name.removeprefix(prefix)): tensor
         for name, tensor in tensors.items()
         if name.startswith(prefix) and (prefix or not name.startswith(ADAM))
     }
     try:
-        return unflatten_dict(dict(sorted(own.items())), sep="/")
+        return unflatten_dict(dict(sorted(own.items())))
     except IndexError as error:
         raise UserError("the name of an array is that of a group of others") from error
+
+
+def _path(name: str) -> tuple[str, ...]:
+    """Returns the keys of an array; the name of a carried tensor may contain slashes."""
+    return tuple(name.split("/", 1 if name.startswith(f"{mapping.CARRIED}/") else -1))
