@@ -10,7 +10,7 @@ from typing import Any
 from flaxformer_mt.config.fields import suggestion
 from flaxformer_mt.data.corpora import headers
 from flaxformer_mt.data.corpora.rows import LINE_BREAKS, BadRows, Fault, decoded, placed
-from flaxformer_mt.data.corpora.text_files import Source, digest_files, opened, source_of
+from flaxformer_mt.data.corpora.text_files import Source, digest_files, opened
 from flaxformer_mt.errors import UserError, first_line, requiring
 from flaxformer_mt.input_files import max_content
 
@@ -59,12 +59,7 @@ def is_saved(path: Path) -> bool:
 
 
 def open_saved(
-    folder: Path,
-    split: str,
-    columns: Sequence[str],
-    languages: tuple[str, str],
-    option: str,
-    drops_bad_rows: bool,
+    folder: Path, split: str, columns: Sequence[str], languages: tuple[str, str], option: str
 ) -> Source:
     """Opens a data set, or one of its splits, that `save_to_disk` has written to a folder.
 
@@ -115,10 +110,7 @@ def open_saved(
                 else:
                     yield placed(pair, None, number)
 
-    def digest() -> bytes:
-        return digest_files(files, repr(tuple(columns)).encode())
-
-    return source_of(name, pairs, digest, drops_bad_rows)
+    return Source(name, pairs, lambda: digest_files(files, repr(tuple(columns)).encode()))
 
 
 def _validate(table: Any) -> None:

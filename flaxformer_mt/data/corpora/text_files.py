@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
-from flaxformer_mt.data.corpora.rows import BadRows, Dropped, Fault, decoded, placed
+from flaxformer_mt.data.corpora.rows import BadRows, Fault, decoded, placed
 from flaxformer_mt.errors import UserError, requiring
 from flaxformer_mt.input_files import open_regular
 
@@ -51,12 +51,11 @@ class Source(NamedTuple):
 
     name: str
     """Origin of the text, for messages."""
-    read: Callable[[], Iterable[tuple[str, ...]]]
-    """Yields the texts of each pair. Only the last one is used for a language model."""
+    rows: Callable[[BadRows], Iterable[tuple[str, ...]]]
+    """Yields the texts of each pair, and adds what is malformed. Only the last text is used for a
+    language model."""
     digest: Callable[[], bytes] | None
     """Computes the SHA-256 of the underlying files; None = that of the pairs is used."""
-    malformed: Callable[[], dict[str, Dropped]] = dict
-    """Returns the malformed rows that the last complete reading has dropped, by kind."""
 
 
 _CHUNK_BYTES = 2**20
@@ -206,14 +205,9 @@ def stream_parallel(*paths: Path, bad_rows: BadRows | None = None) -> Iterator[t
 
 
 def of_files(
-    files: Sequence[tuple[Path, ...]],
-    read: Callable[..., Iterable[tuple[str, ...]]],
-    drops_bad_rows: bool,
+    files: Sequence[tuple[Path, ...]], read: Callable[..., Iterable[tuple[str, ...]]]
 ) -> Source:
-    """Concatenates files, or groups of parallel files.
-
-    `read(*group, bad_rows=)` reads each of them; malformed rows are dropped or an error.
-    """
+    """Concatenates files, or groups of parallel files; `read(*group, bad_rows=)` reads each."""
     names = [" and ".join(map(str, group)) for group in files]
     more = f", and {len(files) - 1} more" if len(files) > 1 else ""
 
@@ -222,29 +216,7 @@ def of_files(
             yield from read(*group, bad_rows=bad_rows)
             bad_rows.check()
 
-    def digest() -> bytes:
-        return digest_files(itertools.chain.from_iterable(files))
-
-    return source_of(f"{names[0]}{more}", rows, digest, drops_bad_rows)
-
-
-def source_of(
-    name: str,
-    rows: Callable[[BadRows], Iterator[tuple[str, ...]]],
-    digest: Callable[[], bytes],
-    drops_bad_rows: bool,
-) -> Source:
-    """Returns text of which `rows` yields the pairs, and adds what is malformed to `BadRows`."""
-    last = BadRows()
-
-    def read() -> Iterator[tuple[str, ...]]:
-        nonlocal last
-        bad_rows = BadRows(drops_bad_rows, name)
-        yield from rows(bad_rows)
-        bad_rows.check()
-        last = bad_rows
-
-    return Source(name, read, digest, lambda: last.dropped)
+    return Source(f"{names[0]}{more}", rows, lambda: digest_files(itertools.chain(*files)))
 
 
 def digest_files(paths: Iterable[Path], rule: bytes = b"") -> bytes:

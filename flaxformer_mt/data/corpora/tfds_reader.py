@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from flaxformer_mt.data.corpora.rows import LINE_BREAKS, BadRows, Fault, decoded, placed
-from flaxformer_mt.data.corpora.text_files import Source, digest_file, source_of
+from flaxformer_mt.data.corpora.text_files import Source, digest_file
 from flaxformer_mt.errors import UserError, first_line, requiring
 from flaxformer_mt.input_files import read_json
 
@@ -78,9 +78,7 @@ def _digest(records: Any, languages: LanguagePair) -> bytes:
     return digest.digest()
 
 
-def open_split(
-    path: str, split: str, languages: LanguagePair, prefix: str, drops_bad_rows: bool
-) -> Source:
+def open_split(path: str, split: str, languages: LanguagePair, prefix: str) -> Source:
     """Opens a split, such as "train[:10%]", of a data set.
 
     `path` is the name of a builder ("wmt14_translate/de-en"), or a folder with `dataset_info.json`.
@@ -125,7 +123,7 @@ def open_split(
         if not bad_rows.dropped:
             raise UserError(f"{name} has no example in {' and '.join(filter(None, languages))}")
 
-    return source_of(name, pairs, lambda: _digest(records, languages), drops_bad_rows)
+    return Source(name, pairs, lambda: _digest(records, languages))
 
 
 def _check_classes(tfds: Any, path: Path) -> None:

@@ -127,17 +127,13 @@ def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
 
 
 def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
-    learned_positions = [
-        same("source_positions/embedding", "encoder.embed_positions.weight"),
-        same("target_positions/embedding", "decoder.embed_positions.weight"),
-    ]
-    embedding_norms = stack_norms("embedding_norm", "{stack}.layernorm_embedding")
     return [
         *embeddings(config, SOURCE, TARGET, OUTPUT),
-        *(learned_positions if config.position_kind == "learned" else []),
-        *(embedding_norms if config.embedding_norm else []),
+        same("source_positions/embedding", "encoder.embed_positions.weight"),
+        same("target_positions/embedding", "decoder.embed_positions.weight"),
+        *stack_norms("embedding_norm", "{stack}.layernorm_embedding"),
         *LAYERS.rules(config),
-        *(stack_norms("final_norm", "{stack}.layer_norm") if config.final_norm else []),
+        *stack_norms("final_norm", "{stack}.layer_norm"),
     ]
 
 

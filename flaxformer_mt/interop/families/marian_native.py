@@ -69,7 +69,7 @@ _FIELDS_OF_OPTIONS = {
 # In the names below, "*" stands for "W" or "b", and in those of norms for "scale" or "bias".
 
 
-def _linear(ours: str, theirs: str, bias: bool = True) -> list[TensorRule]:
+def _linear(ours: str, theirs: str) -> list[TensorRule]:
     return [
         same(f"{ours}/kernel", theirs.replace("*", "W")),
         row(f"{ours}/bias", theirs.replace("*", "b")),
@@ -112,19 +112,13 @@ def _recurrence(suffix: str) -> list[TensorRule]:
 def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
     # Marian marks pre-norms in their names.
     suffix = "_pre" if config.norm_position == "pre" else ""
-    layers = _layers(suffix).rules(config)
-    if config.decoder_kind == "ssru":
-        self_attention = "decoder/layers/self_attention"
-        layers = [rule for rule in layers if not rule.ours[0].startswith(self_attention)]
-        layers += _recurrence(suffix)
-    embedding_norms = stack_norms("embedding_norm", "{stack}_emb_ln_*_pre", _norm)
-    final_norms = stack_norms("final_norm", "{stack}_top_ln_*", _norm)
     return [
         *_embeddings(config, layout),
-        *([row("output/bias", BIAS)] if config.output_bias else []),
-        *layers,
-        *(embedding_norms if config.embedding_norm else []),
-        *(final_norms if config.final_norm else []),
+        row("output/bias", BIAS),
+        *_layers(suffix).rules(config),
+        *_recurrence(suffix),
+        *stack_norms("embedding_norm", "{stack}_emb_ln_*_pre", _norm),
+        *stack_norms("final_norm", "{stack}_top_ln_*", _norm),
     ]
 
 

@@ -47,7 +47,7 @@ def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
         same("target_positions/embedding", f"model.decoder.{POSITIONS}"),
         *stack_norms("embedding_norm", "model.{stack}.layernorm_embedding"),
         *LAYERS.rules(config),
-        *(stack_norms("final_norm", "model.{stack}.layer_norm") if config.final_norm else []),
+        *stack_norms("final_norm", "model.{stack}.layer_norm"),
     ]
 
 

@@ -105,23 +105,20 @@ def _attention_positions(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
 
 
 def _position_biases(config: TransformerConfig) -> list[TensorRule]:
-    if config.position_kind != "t5_relative":
-        return []
     stacks = {
         "encoder": (LAYERS.encoder + BUCKETS, config.num_encoder_layers),
         "decoder": (LAYERS.decoder + BUCKETS, config.num_decoder_layers),
     }
-    if config.relative_position_sharing == "layer":
-        return [
-            same(f"{stack}/layers/position_bias/embedding", theirs)
-            for stack, (theirs, _) in stacks.items()
-        ]
     return [
-        tied(
-            f"{stack}/position_bias/embedding",
-            *(theirs.format(layer=layer) for layer in range(num_layers)),
-        )
+        rule
         for stack, (theirs, num_layers) in stacks.items()
+        for rule in (
+            same(f"{stack}/layers/position_bias/embedding", theirs),
+            tied(
+                f"{stack}/position_bias/embedding",
+                *(theirs.format(layer=layer) for layer in range(num_layers)),
+            ),
+        )
     ]
 
 

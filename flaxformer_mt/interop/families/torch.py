@@ -64,7 +64,7 @@ def _attention(config: TransformerConfig, ours: str, theirs: str) -> list[rules.
     return [
         rules.packed(kernels, f"{theirs}.in_proj_weight", rules.transposed),
         rules.packed(biases, f"{theirs}.in_proj_bias", rules.same),
-        *rules.linear(f"{ours}/output", f"{theirs}.out_proj", bias=True),
+        *rules.linear(f"{ours}/output", f"{theirs}.out_proj"),
     ]
 
 
@@ -74,11 +74,10 @@ def _rules(config: TransformerConfig, layout: str) -> list[rules.TensorRule]:
         *rules.embeddings(config, SOURCE, TARGET, OUTPUT),
         rules.same("output/bias", "generator.bias"),
     ]
-    final_norms = stack_norms("final_norm", f"{'' if bare else 'transformer.'}{{stack}}.norm")
     return [
         *([] if bare else outside_of_stacks),
         *_layers(bare).rules(config),
-        *(final_norms if config.final_norm else []),
+        *stack_norms("final_norm", f"{'' if bare else 'transformer.'}{{stack}}.norm"),
     ]
 
 

@@ -17,7 +17,7 @@ PROJECTIONS = ("query", "key", "value", "output")
 class Layers:
     """The names of the layers of both stacks.
 
-    Projections are `torch.nn.Linear`s with those biases that the configuration has.
+    Projections are `torch.nn.Linear`s, by default.
     """
 
     encoder: str
@@ -31,23 +31,20 @@ class Layers:
     """Those that are named otherwise in an encoder layer."""
     projections: tuple[str, ...] = ()
     """The ends of the names of an attention's projections, in the order of `PROJECTIONS`."""
-    linear: Callable[[str, str, bool], list[TensorRule]] = linear
-    """Returns the rules of a projection, given our path, its name, and whether it has a bias."""
+    linear: Callable[[str, str], list[TensorRule]] = linear
+    """Returns the rules of a projection, given our path and its name."""
     norm: Callable[[str, str], list[TensorRule]] = norm
     """Returns the rules of a norm, given our path and its name."""
     attention: Callable[[TransformerConfig, str, str], list[TensorRule]] | None = None
     """Returns the rules of an attention whose projections are not separate modules."""
 
     def rules(self, config: TransformerConfig) -> list[TensorRule]:
-        """Returns the rules of all layers; a model without inputs has no encoder to attend to."""
-        depths = (config.num_encoder_layers * config.has_inputs, config.num_decoder_layers)
+        """Returns the rules of all modules in both stacks, also of those that a model lacks."""
         return [
             rule
-            for stack, depth in zip(STACKS, depths, strict=True)
-            if depth
-            for ours in self.modules
-            if "cross_attention" not in ours or (stack == "decoder" and config.has_inputs)
-            for rule in self._module_rules(config, stack, ours)
+            for stack in STACKS
+            for module in self.modules
+            for rule in self._module_rules(config, stack, module)
         ]
 
     def sizes(self, checkpoint: PublishedCheckpoint) -> dict[str, Any]:
@@ -100,17 +97,13 @@ class Layers:
         if ours.endswith("norm"):
             return self.norm(ours, theirs)
         if not ours.endswith("attention"):
-            return self.linear(ours, theirs, config.feed_forward_bias)
+            return self.linear(ours, theirs)
         if self.attention is not None:
             return self.attention(config, ours, theirs)
         return [
             rule
             for part, name in zip(PROJECTIONS, self.projections, strict=True)
-            for rule in self.linear(
-                f"{ours}/{part}",
-                theirs + name,
-                config.attention_output_bias if part == "output" else config.qkv_bias,
-            )
+            for rule in self.linear(f"{ours}/{part}", theirs + name)
         ]
 
     def _first(self, module: str) -> str:
