@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 from flaxformer_mt.data.corpora.rows import BadRows, Fault, decoded, placed
-from flaxformer_mt.errors import UserError, requiring
+from flaxformer_mt.errors import UserError, prefixed, requiring
 from flaxformer_mt.input_files import open_regular
 
 MAX_LINE_BYTES = 2**20
@@ -377,10 +377,8 @@ def _open(path: Path) -> io.BufferedReader:
         raise UserError(f"there is no file {path}")
     if str(path).startswith(_DESCRIPTORS):
         return path.open("rb")
-    try:
+    with prefixed(f"cannot read {path}: "):
         return open_regular(path)
-    except UserError as error:
-        raise UserError(f"cannot read {path}: {error}") from error
 
 
 def _require_zstd(path: str) -> Any:

@@ -113,14 +113,12 @@ def open_split(path: str, split: str, languages: LanguagePair, prefix: str) -> S
 
     def pairs(bad_rows: BadRows) -> Iterator[tuple[str, str]]:
         _check_lengths(files, name)
-        found = _pairs(records, take, name, bad_rows)
-        first = next(found, None)
-        if first is not None:
-            yield first
-            yield from found
-            return
+        is_empty = True
+        for pair in _pairs(records, take, name, bad_rows):
+            is_empty = False
+            yield pair
         bad_rows.check()
-        if not bad_rows.dropped:
+        if is_empty and not bad_rows.dropped:
             raise UserError(f"{name} has no example in {' and '.join(filter(None, languages))}")
 
     return Source(name, pairs, lambda: _digest(records, languages))

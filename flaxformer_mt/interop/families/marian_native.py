@@ -4,7 +4,7 @@ Names and options are those of Marian, src/models/transformer.h: layer numbers i
 1, and biases have the shape [1, D]. Decoding starts from a zero vector. There is no padding token.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
@@ -131,10 +131,6 @@ def _embeddings(config: TransformerConfig, layout: str) -> list[TensorRule]:
     return [*embeddings(config, source, target, None), same("output/kernel", LEGACY_OUTPUT)]
 
 
-def _layout(names: Collection[str]) -> str:
-    return LEGACY_OUTPUT if LEGACY_OUTPUT in names else OUTPUT
-
-
 def _sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
     hidden, narrow = "encoder_l1_ffn_W1", "encoder_l1_ffn_W2"
     return {
@@ -256,7 +252,7 @@ FAMILY = family.Family(
         "activation", "decoder_kind", "embedding_norm", "final_norm", "norm_position",
         "output_bias", "tie_embeddings",
     }),
-    layout_of_tensors=_layout,
+    layout_of_tensors=lambda names: LEGACY_OUTPUT if LEGACY_OUTPUT in names else OUTPUT,
     layout_of_params=lambda arrays, carried: OUTPUT,
     preset=_preset,
 )  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
 from flaxformer_mt.interop.weight_maps import rules
-from flaxformer_mt.interop.weight_maps.family import Buffer, Family, guess_tying, sinusoid_buffers
+from flaxformer_mt.interop.weight_maps.family import Family, guess_tying, sinusoid_buffers
 from flaxformer_mt.interop.weight_maps.layers import Layers, stack_norms
 
 SOURCE = "src_tok_emb.embedding.weight"
@@ -81,16 +81,12 @@ def _rules(config: TransformerConfig, layout: str) -> list[rules.TensorRule]:
     ]
 
 
-def _buffers(config: TransformerConfig) -> list[Buffer]:
-    return sinusoid_buffers(config, TABLE) if config.target_vocab_size else []
-
-
 FAMILY = Family(
     name="torch",
     sizes=_sizes,
     guess=_guess,
     rules=_rules,
-    buffers=_buffers,
+    buffers=lambda config: sinusoid_buffers(config, TABLE) if config.target_vocab_size else [],
     open_switches=frozenset({
         "norm_position", "norm_epsilon", "final_norm", "activation", "position_base",
         "scale_embeddings", "tie_embeddings",
