@@ -153,22 +153,20 @@ def option(
         raise TypeError("a configuration field needs a role")
     metadata: dict[str, Any] = {"roles": frozenset(roles), "formerly": formerly or {}}
     metadata |= {} if absent is None else {"absent": absent}
-    lower = above if lowest is None else lowest
-    if lower is None:
-        if _is_number(default):
-            raise TypeError("a configuration field of numbers needs a lower bound")
-        return dataclasses.field(default=default, metadata=metadata)
-    default_limit = MAX_NUMBER if isinstance(default, float) else MAX_INTEGER
-    upper = highest if below is None else below
-    bounds = Bounds(
-        lower,
-        (default_limit if limit is None else limit) if upper is None else upper,
-        excludes_lowest=lowest is None,
-        excludes_highest=below is not None,
-        also=() if also is None else (also,),
-        is_limit=upper is None,
-    )
-    return dataclasses.field(default=default, metadata={**metadata, "bounds": bounds})
+    lower, upper = (above if lowest is None else lowest), (highest if below is None else below)
+    if lower is not None:
+        default_limit = MAX_NUMBER if isinstance(default, float) else MAX_INTEGER
+        metadata["bounds"] = Bounds(
+            lower,
+            (default_limit if limit is None else limit) if upper is None else upper,
+            excludes_lowest=lowest is None,
+            excludes_highest=below is not None,
+            also=() if also is None else (also,),
+            is_limit=upper is None,
+        )
+    elif _is_number(default):
+        raise TypeError("a configuration field of numbers needs a lower bound")
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def _is_number(value: Any) -> bool:

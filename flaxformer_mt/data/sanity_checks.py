@@ -254,22 +254,14 @@ class SharedPairs:
         # Duplicates are trained on once.
         filters = dataclasses.replace(config, drop_duplicates=False)
         self._is_kept = PairFilter(filters, training, has_inputs).keep
-        self._compared = [
-            pair
-            for pairs in in_chunks(held_out)
-            for pair in zip(*map(comparable, zip(*pairs, strict=True)), strict=True)
-        ]
+        self._compared = [compared for _, compared in _with_compared(held_out)]
         self._equal = [_numbers_by_text(pair[side] for pair in self._compared) for side in (0, 1)]
         share = config.near_duplicates
         self._near = [_NearDuplicates(texts, share) for texts in self._equal] if share else []
         sources_to_find, targets_to_find = self._equal
-        number = 0
-        for pairs in in_chunks(_untagged(training)):
-            compared = zip(*map(comparable, zip(*pairs, strict=True)), strict=True)
-            for pair, (source, target) in zip(pairs, compared, strict=True):
-                number += 1
-                if share or source in sources_to_find or target in targets_to_find:
-                    self._compare(number, pair, (source, target))
+        for number, (pair, compared) in enumerate(_with_compared(_untagged(training)), 1):
+            if share or compared[0] in sources_to_find or compared[1] in targets_to_find:
+                self._compare(number, pair, compared)
 
     def _compare(self, number: int, pair: SentencePair, compared: tuple[str, str]) -> None:
         found = [texts.get(text, ()) for texts, text in zip(self._equal, compared, strict=True)]
@@ -293,6 +285,15 @@ class SharedPairs:
                 pair = self._held_out[held]
                 shown = f"{_shown(*pair)} ({place_of(pair, int(found[0]) + 1)})"
                 yield kind, f"{shown}, in training {self._examples[held]}"
+
+
+def _with_compared(
+    pairs: Iterable[SentencePair],
+) -> Iterator[tuple[SentencePair, tuple[str, str]]]:
+    """Yields each pair with its texts as they are compared."""
+    for chunk in in_chunks(pairs):
+        sources, targets = map(comparable, zip(*chunk, strict=True))
+        yield from zip(chunk, zip(sources, targets, strict=True), strict=True)
 
 
 def _numbers_by_text(texts: Iterable[str]) -> dict[str, list[int]]:

@@ -316,24 +316,21 @@ def _member(archive: zipfile.ZipFile, path: Path) -> str:
     return names[0]
 
 
-_DAMAGES = (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError, zipfile.BadZipFile)
+_DAMAGES = (EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
 
 
 @contextlib.contextmanager
 def explained(name: str) -> Iterator[None]:
     """Turns errors of reading a file, which may be compressed, into `UserError`."""
     kind = _COMPRESSIONS.get(Path(name).suffix.lower())
-    damages: tuple[type[Exception], ...] = _DAMAGES
-    if kind == "Zstandard":
-        damages = (*damages, _require_zstd(name).ZstdError)
+    damages = [*_DAMAGES, *([_require_zstd(name).ZstdError] if kind == "Zstandard" else ())]
     try:
         yield
-    except damages as error:
+    except (*damages, OSError) as error:
+        # Those of gzip and bzip2 have no number.
+        if isinstance(error, OSError) and (error.errno or not kind):
+            raise UserError(f"cannot read {name}: {error.strerror}") from error
         raise UserError(f"{name}: damaged {kind} file ({error}); fetch it again") from error
-    except OSError as error:
-        if kind and error.errno is None:  # Of bzip2.
-            raise UserError(f"{name}: damaged {kind} file ({error}); fetch it again") from error
-        raise UserError(f"cannot read {name}: {error.strerror}") from error
     except (RuntimeError, NotImplementedError) as error:
         if kind != "ZIP":
             raise
