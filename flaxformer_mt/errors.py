@@ -39,6 +39,17 @@ def prefixed(prefix: str) -> Iterator[None]:
         raise UserError(f"{prefix}{error}") from error
 
 
+@contextlib.contextmanager
+def requiring(
+    user: str, install: str, package: str = "a package that is not installed"
+) -> Iterator[None]:
+    """Says what to install for `user`, if the block cannot import a package."""
+    try:
+        yield
+    except ImportError as error:
+        raise UserError(f"{user} needs {package}: pip install {install}") from error
+
+
 def first_line(error: BaseException) -> str:
     """Returns the first line of an error message, or the name of its class if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

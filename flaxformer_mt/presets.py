@@ -8,11 +8,13 @@ always have the same special tokens, these are set when vocabulary sizes are giv
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.config.fields import suggestion
 from flaxformer_mt.errors import UserError
+
+T = TypeVar("T")
 
 
 def preset(family: str, **overrides: Any) -> TransformerConfig:
@@ -26,16 +28,22 @@ def preset(family: str, **overrides: Any) -> TransformerConfig:
     Raises:
       UserError: the family or a field is unknown, or the values do not go together.
     """
-    family = canonical_family(family)
-    if family not in FAMILIES:
-        raise UserError(f"unknown family {family!r}: choose one of {', '.join(FAMILIES)}")
+    published = find_family(family, FAMILIES)
     check_fields(overrides)
-    return FAMILIES[family](**overrides)
+    return published(**overrides)
 
 
 def canonical_family(name: str) -> str:
     """Returns the family that an alias stands for; any other name is returned unchanged."""
     return FAMILY_ALIASES.get(name, name)
+
+
+def find_family(name: str, families: Mapping[str, T]) -> T:
+    """Returns what belongs to the name of a family, or to its alias; UserError if it is unknown."""
+    name = canonical_family(name)
+    if name not in families:
+        raise UserError(f"unknown family {name!r}: choose one of {', '.join(families)}")
+    return families[name]
 
 
 def check_fields(names: Iterable[str]) -> None:
@@ -374,19 +382,12 @@ def check_choice(
 
 
 FAMILIES: dict[str, Callable[..., TransformerConfig]] = {
-    "jadore801120": jadore801120,
-    "double_projection": double_projection,
-    "annotated_wide_heads": annotated_wide_heads,
-    "annotated": annotated,
-    "tunz": tunz,
-    "torch": torch,
-    "marian": marian,
-    "fairseq": fairseq,
-    "opennmt": opennmt,
-    "mbart": mbart,
-    "m2m100": m2m100,
-    "t5": t5,
-}
+    published.__name__: published
+    for published in (
+        jadore801120, double_projection, annotated_wide_heads, annotated, tunz, torch, marian,
+        fairseq, opennmt, mbart, m2m100, t5,
+    )
+}  # fmt: skip
 """The preset of each family, by name."""
 
 FAMILY_ALIASES = {"notebook": "double_projection", "questions": "annotated_wide_heads"}

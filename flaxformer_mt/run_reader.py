@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from flaxformer_mt.config import GENERATED, ExperimentConfig
 from flaxformer_mt.config.experiment import with_changes
 from flaxformer_mt.decoding.text_arguments import require_path, require_texts
-from flaxformer_mt.errors import UserError
+from flaxformer_mt.errors import UserError, requiring
 from flaxformer_mt.runs.folder import check_corpora, read_config, require_run
 from flaxformer_mt.runs.layout import METRICS, CheckpointSelector
 from flaxformer_mt.runs.metrics_file import read_metrics
@@ -40,10 +40,8 @@ class MetricRows(list[dict[str, Any]]):
 
     def frame(self) -> "pandas.DataFrame":
         """Returns a data frame with a column per metric, NaN where a row has none; needs pandas."""
-        try:
+        with requiring("a data frame", "pandas", "pandas"):
             import pandas
-        except ImportError as error:
-            raise UserError("a data frame needs pandas: pip install pandas") from error
         return pandas.DataFrame(list(self))
 
     def _repr_html_(self) -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections.abc import Iterator
 from typing import Any, Literal, TypeAlias
 
 from flaxformer_mt.config.fields import (
@@ -31,13 +32,12 @@ GENERATED: frozenset[CorpusKind] = frozenset({"phrases", "reverse"})
 class _WithColumns(Checked):
     columns: tuple[str, ...]
 
-    def _check(self) -> None:
-        self._require("0" not in self.columns, "{columns}: columns are numbered from 1")
+    def _problems(self) -> Iterator[str]:
+        if "0" in self.columns:
+            yield "{columns}: columns are numbered from 1"
         is_pair = len(self.columns) == len(set(self.columns)) == 2 and all(self.columns)
-        self._require(
-            not self.columns or is_pair,
-            "{columns}: must be two columns, the source and the target, such as 1 2",
-        )
+        if self.columns and not is_pair:
+            yield "{columns}: must be two columns, the source and the target, such as 1 2"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,60 +222,55 @@ class DataConfig(_WithColumns):
 
     _prefix = "data."
 
-    def _check(self) -> None:
-        super()._check()
-        self._require(
-            not self.subword_sampling or self.tokenizer != "word" or self.tokenizer_path,
-            "{subword_sampling} needs data.tokenizer=bpe or unigram",
-        )
-        self._require(
-            not self.keep_whole or self.tokenizer != "word" or self.tokenizer_path,
-            "{keep_whole} has no effect with data.tokenizer=word, whose words are one token each",
-        )
-        self._require(
-            all(map(_can_be_whole, self.keep_whole)),
-            "{keep_whole}: must be texts without spaces, and not the special tokens of a "
-            "vocabulary, <pad> <s> </s> <unk> and <0x00> to <0xFF>",
-        )
-        is_increasing = list(self.bucket_lengths) == sorted(set(self.bucket_lengths))
-        self._require(
-            self.bucket_lengths and is_increasing, "{bucket_lengths} must be in increasing order"
-        )
-        self._require(
-            not _ignores_path(self.corpus, self.train_corpora, self.path),
-            "{path} has no effect, since {corpus} is generated: set data.corpus=text for a file or "
-            "a folder of text",
-        )
-        self._require(
-            not self.alignments or not (self.train_corpora or self.corpus in GENERATED),
-            "{alignments} are of one corpus of files: leave out data.train_corpora, and generated "
-            "corpora",
-        )
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
+        splits_words = self.tokenizer != "word" or self.tokenizer_path
+        if self.subword_sampling and not splits_words:
+            yield "{subword_sampling} needs data.tokenizer=bpe or unigram"
+        if self.keep_whole and not splits_words:
+            yield (
+                "{keep_whole} has no effect with data.tokenizer=word, whose words are one token "
+                "each"
+            )
+        if not all(map(_can_be_whole, self.keep_whole)):
+            yield (
+                "{keep_whole}: must be texts without spaces, and not the special tokens of a "
+                "vocabulary, <pad> <s> </s> <unk> and <0x00> to <0xFF>"
+            )
+        if not self.bucket_lengths or [*self.bucket_lengths] != sorted({*self.bucket_lengths}):
+            yield "{bucket_lengths} must be in increasing order"
+        if _ignores_path(self.corpus, self.train_corpora, self.path):
+            yield (
+                "{path} has no effect, since {corpus} is generated: set data.corpus=text for a "
+                "file or a folder of text"
+            )
+        if self.alignments and (self.train_corpora or self.corpus in GENERATED):
+            yield (
+                "{alignments} are of one corpus of files: leave out data.train_corpora, and "
+                "generated corpora"
+            )
         for name in ("valid_corpora", "test_corpora"):
             for number, corpus in enumerate(getattr(self, name)):
-                self._require(
-                    corpus.hold_out < 0,
-                    f"data.{name}.{number}.hold_out={corpus.hold_out} has no effect: pairs "
-                    "are held out of training corpora",
-                )
+                if corpus.hold_out >= 0:
+                    yield (
+                        f"data.{name}.{number}.hold_out={corpus.hold_out} has no effect: pairs "
+                        "are held out of training corpora"
+                    )
         own = [corpus for corpus in self.train_corpora if not corpus.shares_hold_out]
-        self._require(
-            self.hold_out_rule == "sides" or all(corpus.hold_out < 0 for corpus in own),
-            "{hold_out_rule} is of all corpora together: leave out their hold_out",
-        )
-        self._require(
-            not self.hold_out
-            or self.hold_out_rule == "source"
-            or not own
-            or len(own) < len(self.train_corpora),
-            "{hold_out} has no effect: each of data.train_corpora has a tag, or a hold_out of its "
-            "own: give hold_out to those that the pairs are to be from, and leave this one out",
-        )
-        self._require(
-            not self._holds_out or self.held_out_roles,
-            "{hold_out} has no effect: data.valid_corpora are the development set, and "
-            "data.test_corpora or data.test_split='' the test set",
-        )
+        if self.hold_out_rule == "source" and any(corpus.hold_out >= 0 for corpus in own):
+            yield "{hold_out_rule} is of all corpora together: leave out their hold_out"
+        is_shared = self.hold_out_rule == "source" or len(own) < len(self.train_corpora)
+        if self.hold_out and own and not is_shared:
+            yield (
+                "{hold_out} has no effect: each of data.train_corpora has a tag, or a hold_out of "
+                "its own: give hold_out to those that the pairs are to be from, and leave this one "
+                "out"
+            )
+        if self._holds_out and not self.held_out_roles:
+            yield (
+                "{hold_out} has no effect: data.valid_corpora are the development set, and "
+                "data.test_corpora or data.test_split='' the test set"
+            )
 
     @property
     def held_out_roles(self) -> list[HeldOutRole]:

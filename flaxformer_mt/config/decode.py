@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections.abc import Iterator
 from typing import Literal
 
 from flaxformer_mt.config.fields import MAX_LAYERS, MAX_SEED, MAX_WIDTH, Checked, FieldRole, option
@@ -121,58 +122,48 @@ class DecodeConfig(Checked):
 
     _prefix = "decode."
 
-    def _check(self) -> None:
-        self._require(
-            self.samples or self.n_best <= self.beam_size, "{n_best} is more than {beam_size}"
-        )
-        self._require(
-            not self.mbr_samples or self.n_best <= self.mbr_samples,
-            "{n_best} is more than {mbr_samples}",
-        )
-        self._require(
-            self.beam_size % self.beam_groups == 0,
-            "{beam_size} is not a multiple of {beam_groups}",
-        )
-        self._require(
-            self.diversity_penalty == 0 or self.beam_groups > 1,
-            "decode.diversity_penalty needs decode.beam_groups of 2 or more",
-        )
-        self._require(
-            not (self.sampling and self.mbr_samples),
-            "decode.sampling and {mbr_samples} exclude each other: decode.mbr_samples alone "
-            "samples as well, decode.mbr_samples=0 returns the samples",
-        )
+    def _problems(self) -> Iterator[str]:
+        if not self.samples and self.n_best > self.beam_size:
+            yield "{n_best} is more than {beam_size}"
+        if 0 < self.mbr_samples < self.n_best:
+            yield "{n_best} is more than {mbr_samples}"
+        if self.beam_size % self.beam_groups:
+            yield "{beam_size} is not a multiple of {beam_groups}"
+        if self.diversity_penalty and self.beam_groups == 1:
+            yield "decode.diversity_penalty needs decode.beam_groups of 2 or more"
+        if self.sampling and self.mbr_samples:
+            yield (
+                "decode.sampling and {mbr_samples} exclude each other: decode.mbr_samples alone "
+                "samples as well, decode.mbr_samples=0 returns the samples"
+            )
         if self.samples:
-            self._require_defaults(("beam_groups",), "is for beam search, not for sampling")
+            yield from self._changed(("beam_groups",), "is for beam search, not for sampling")
         else:
-            self._require_defaults(SAMPLING_FIELDS, "needs decode.sampling or decode.mbr_samples")
-        self._require(
-            not self.max_length or self.min_length < self.max_length,
-            "{min_length} leaves no room for the end token within {max_length}",
-        )
-        self._require(
-            self.max_length > 0 or self.min_length_factor <= self.max_length_factor,
-            "{min_length_factor} is more than {max_length_factor}",
-        )
+            yield from self._changed(SAMPLING_FIELDS, "needs decode.sampling or decode.mbr_samples")
+        if 0 < self.max_length <= self.min_length:
+            yield "{min_length} leaves no room for the end token within {max_length}"
+        if not self.max_length and self.min_length_factor > self.max_length_factor:
+            yield "{min_length_factor} is more than {max_length_factor}"
         if not self.shortlist:
-            self._require_defaults(("shortlist_first", "shortlist_best"), "needs decode.shortlist")
-        self._require(
-            all(word.strip() for word in self.bad_words),
-            "decode.bad_words has an empty word: leave it out",
-        )
+            yield from self._changed(
+                ("shortlist_first", "shortlist_best"), "needs decode.shortlist"
+            )
+        if not all(word.strip() for word in self.bad_words):
+            yield "decode.bad_words has an empty word: leave it out"
         for phrase in self.bad_word_ids:
             shown = phrase if len(phrase) <= 40 else f"{phrase[:40]}..."
-            tokens = [token.strip() for token in phrase.split(",")]
-            self._require(
-                all(re.fullmatch(_TOKEN, token) for token in tokens),
-                f'decode.bad_word_ids: "{shown}" must be comma-separated token ids, such as "17,4"',
-            )
+            if not all(re.fullmatch(_TOKEN, token.strip()) for token in phrase.split(",")):
+                yield (
+                    f'decode.bad_word_ids: "{shown}" must be comma-separated token ids, such as '
+                    '"17,4"'
+                )
 
-    def _require_defaults(self, names: tuple[str, ...], reason: str) -> None:
+    def _changed(self, names: tuple[str, ...], reason: str) -> Iterator[str]:
+        """Yields the fields that do not have their defaults, with the reason why they should."""
         for name in names:
             default = getattr(DecodeConfig, name)
-            is_default = getattr(self, name) == default
-            self._require(is_default, f"{{{name}}} {reason}; its default is {default}")
+            if getattr(self, name) != default:
+                yield f"{{{name}}} {reason}; its default is {default}"
 
     @property
     def longest_source(self) -> int:

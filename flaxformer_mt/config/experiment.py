@@ -2,7 +2,7 @@
 
 import dataclasses
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flaxformer_mt.config.data import CorpusConfig, DataConfig
@@ -35,44 +35,39 @@ class ExperimentConfig(Checked):
                 )
         self._check()
 
-    def _check(self) -> None:
+    def _problems(self) -> Iterator[str]:
         stacks = ["num_decoder_layers", "num_encoder_layers"][: 1 + self.model.has_inputs]
         for name in stacks:
             # Checkpoints cannot hold the parameters of no layers.
-            has_layers = getattr(self.model, name) > 0
-            self._require(has_layers, f"{{model.{name}}}: must be at least 1 in a run")
+            if not getattr(self.model, name):
+                yield f"{{model.{name}}}: must be at least 1 in a run"
         if not self.model.has_inputs:
-            self._require(
-                not self.train.teacher_forced_metrics,
-                "train.teacher_forced_metrics are for translation models, and {model.has_inputs}",
-            )
-            for name in ("best_metric", "early_stopping_metric"):
-                self._require(
-                    getattr(self.train, name) not in ("bleu", "chrf"),
-                    f"{{train.{name}}} is for translation models, and {{model.has_inputs}}",
+            if self.train.teacher_forced_metrics:
+                yield (
+                    "train.teacher_forced_metrics are for translation models, and "
+                    "{model.has_inputs}"
                 )
-        self._require(
-            self.train.label_smoothing_convention != "non_pad_kl" or self.model.pad_id >= 0,
-            "{train.label_smoothing_convention} needs a padding token, and {model.pad_id}: use "
-            "others_kl",
-        )
+            for name in ("best_metric", "early_stopping_metric"):
+                if getattr(self.train, name) in ("bleu", "chrf"):
+                    yield f"{{train.{name}}} is for translation models, and {{model.has_inputs}}"
+        if self.train.label_smoothing_convention == "non_pad_kl" and self.model.pad_id < 0:
+            yield (
+                "{train.label_smoothing_convention} needs a padding token, and {model.pad_id}: use "
+                "others_kl"
+            )
         if self.train.guided_alignment_weight:
             layers = self.model.num_decoder_layers
-            self._require(
-                self.data.alignments,
-                "{train.guided_alignment_weight} needs data.alignments, a file of links",
-            )
-            self._require(
-                -layers <= self.train.guided_alignment_layer < layers,
-                f"{{train.guided_alignment_layer}}: the decoder has {layers} layers, counted from "
-                "0, or from the last as -1",
-            )
+            if not self.data.alignments:
+                yield "{train.guided_alignment_weight} needs data.alignments, a file of links"
+            if not -layers <= self.train.guided_alignment_layer < layers:
+                yield (
+                    f"{{train.guided_alignment_layer}}: the decoder has {layers} layers, counted "
+                    "from 0, or from the last as -1"
+                )
         field = "target_row_length" if self.data.batching == "packed" else "bucket_lengths[-1]"
         _, row_length = self.data.row_lengths
-        self._require(
-            self.train.batch_tokens % row_length == 0,
-            f"{{train.batch_tokens}} is not a multiple of data.{field}={row_length}",
-        )
+        if self.train.batch_tokens % row_length:
+            yield f"{{train.batch_tokens}} is not a multiple of data.{field}={row_length}"
 
     @property
     def rows_per_batch(self) -> int:

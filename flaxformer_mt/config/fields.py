@@ -16,7 +16,7 @@ import operator
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
 from flaxformer_mt.errors import UserError, UserTypeError
@@ -153,22 +153,20 @@ def option(
         raise TypeError("a configuration field needs a role")
     metadata: dict[str, Any] = {"roles": frozenset(roles), "formerly": formerly or {}}
     metadata |= {} if absent is None else {"absent": absent}
-    lower = above if lowest is None else lowest
-    if lower is None:
-        if _is_number(default):
-            raise TypeError("a configuration field of numbers needs a lower bound")
-        return dataclasses.field(default=default, metadata=metadata)
-    default_limit = MAX_NUMBER if isinstance(default, float) else MAX_INTEGER
-    upper = highest if below is None else below
-    bounds = Bounds(
-        lower,
-        (default_limit if limit is None else limit) if upper is None else upper,
-        excludes_lowest=lowest is None,
-        excludes_highest=below is not None,
-        also=() if also is None else (also,),
-        is_limit=upper is None,
-    )
-    return dataclasses.field(default=default, metadata={**metadata, "bounds": bounds})
+    lower, upper = (above if lowest is None else lowest), (highest if below is None else below)
+    if lower is not None:
+        default_limit = MAX_NUMBER if isinstance(default, float) else MAX_INTEGER
+        metadata["bounds"] = Bounds(
+            lower,
+            (default_limit if limit is None else limit) if upper is None else upper,
+            excludes_lowest=lowest is None,
+            excludes_highest=below is not None,
+            also=() if also is None else (also,),
+            is_limit=upper is None,
+        )
+    elif _is_number(default):
+        raise TypeError("a configuration field of numbers needs a lower bound")
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def _is_number(value: Any) -> bool:
@@ -236,7 +234,7 @@ class Checked:
     """Prefix of the names of fields in messages: "model."."""
 
     def __post_init__(self) -> None:
-        """Checks the type and the bounds of every field, and what `_check` requires of several.
+        """Checks the type and the bounds of every field, and that values go together.
 
         Raises:
           UserTypeError: a value has the wrong type; names the option and the value.
@@ -250,15 +248,15 @@ class Checked:
         self._check()
 
     def _check(self) -> None:
-        """Raises `UserError` unless the values go together."""
+        for problem in self._problems():
+            raise UserError(re.sub(r"\{([\w.]+)\}", self._assignment, problem))
 
-    def _require(self, condition: object, message: str) -> None:
-        """Raises `UserError` unless the condition holds.
+    def _problems(self) -> Iterator[str]:
+        """Yields why the values do not go together.
 
-        `{d_model}` in the message stands for the field and its value: "model.d_model=512".
+        `{d_model}` in a text stands for the field and its value: "model.d_model=512".
         """
-        if not condition:
-            raise UserError(re.sub(r"\{([\w.]+)\}", self._assignment, message))
+        yield from ()
 
     def _assignment(self, field: re.Match[str]) -> str:
         return f"{self._prefix}{field[1]}={operator.attrgetter(field[1])(self)}"

@@ -1,6 +1,7 @@
 """The optimizer and its learning-rate schedule."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Literal
 
 from flaxformer_mt.config.fields import Checked, FieldRole, option
@@ -42,6 +43,6 @@ class OptimizerConfig(Checked):
 
     _prefix = "optimizer."
 
-    def _check(self) -> None:
-        is_used = self.weight_decay == 0 or self.kind == "adamw"
-        self._require(is_used, "optimizer.weight_decay needs optimizer.kind=adamw")
+    def _problems(self) -> Iterator[str]:
+        if self.weight_decay and self.kind != "adamw":
+            yield "optimizer.weight_decay needs optimizer.kind=adamw"

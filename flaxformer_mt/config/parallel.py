@@ -1,6 +1,7 @@
 """The distribution of training over devices."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Literal
 
 from flaxformer_mt.config.fields import Checked, FieldRole, option
@@ -28,15 +29,16 @@ class ParallelConfig(Checked):
 
     _prefix = "parallel."
 
-    def _check(self) -> None:
-        if self.strategy == "pmap":
-            self._require(
-                self.fsdp == self.tensor == 1,
+    def _problems(self) -> Iterator[str]:
+        if self.strategy == "mesh":
+            return
+        if max(self.fsdp, self.tensor) > 1:
+            yield (
                 "{strategy} cannot shard parameters: set parallel.fsdp and parallel.tensor to 1, "
-                "or parallel.strategy=mesh",
+                "or parallel.strategy=mesh"
             )
-            self._require(
-                not self.sharding_rules,
+        if self.sharding_rules:
+            yield (
                 "{strategy} cannot shard parameters: omit parallel.sharding_rules, or set "
-                "parallel.strategy=mesh",
+                "parallel.strategy=mesh"
             )

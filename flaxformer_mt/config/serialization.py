@@ -38,20 +38,13 @@ def from_dict(values: dict[str, Any], kind: type = ExperimentConfig, prefix: str
         hint = suggestion(f"{prefix}{name}", [f"{prefix}{field}" for field in fields])
         raise UserError(f"unknown configuration field {prefix}{name}{hint}")
     hints = type_hints(kind)
-    absent = {
-        name: field.metadata["absent"]
-        for name, field in fields.items()
-        if "absent" in field.metadata
-    }
-    current = absent | {
-        name: _from_json_value(
-            current_value(fields[name], value),
-            hints[name],
-            bounds_of(fields[name]),
-            f"{prefix}{name}",
-        )
-        for name, value in values.items()
-    }
+    current = {}
+    for name, field in fields.items():
+        if name in values:
+            value, bounds = current_value(field, values[name]), bounds_of(field)
+            current[name] = _from_json_value(value, hints[name], bounds, f"{prefix}{name}")
+        elif "absent" in field.metadata:
+            current[name] = field.metadata["absent"]
     return kind(**(of_earlier_versions(current) if kind is DataConfig else current))
 
 

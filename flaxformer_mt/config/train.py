@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections.abc import Iterator
 from typing import Literal, TypeAlias
 
 from flaxformer_mt.config.fields import MAX_LAYERS, MAX_SEED, Checked, FieldRole, option, shown
@@ -121,19 +122,19 @@ class TrainConfig(Checked):
 
     _prefix = "train."
 
-    def _check(self) -> None:
+    def _problems(self) -> Iterator[str]:
         for name, other in (
             ("r_drop", "teacher"),
             ("guided_alignment_weight", "r_drop"),
             ("guided_alignment_weight", "teacher"),
         ):
-            is_alone = not (getattr(self, name) and getattr(self, other))
-            self._require(is_alone, f"{{{name}}} cannot be used with train.{other}: set it to 0")
-        self._require(
-            not self.profile_steps or len(self.profiled_steps) > 0,
-            f"train.profile_steps={shown(self.profile_steps)}: must be A:B, the numbers of the "
-            "first and the last step, such as 100:104",
-        )
+            if getattr(self, name) and getattr(self, other):
+                yield f"{{{name}}} cannot be used with train.{other}: set it to 0"
+        if self.profile_steps and not self.profiled_steps:
+            yield (
+                f"train.profile_steps={shown(self.profile_steps)}: must be A:B, the numbers of the "
+                "first and the last step, such as 100:104"
+            )
 
     @property
     def profiled_steps(self) -> range:

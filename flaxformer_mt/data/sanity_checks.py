@@ -102,33 +102,23 @@ def check_languages(training: Sequence[Corpus], held_out: Sequence[Corpus]) -> N
     if not any(map(any, texts)):
         return  # Numbers, such as generated ones.
     try:
-        found = [_found_languages(*each) for each in zip(corpora, texts, strict=True)]
+        found = [_languages(*each) for each in zip(corpora, texts, strict=True)]
     except ImportError:
         _log.warning(
             "the languages of the corpora are not checked, for lack of a package: "
             "pip install 'flaxformer_mt[demo]'"
         )
         return
-    for corpus, each in zip(corpora, found, strict=True):
-        _check_declared(corpus, each)
-    for corpus, each in zip(training, found, strict=False):
-        for other, theirs in zip(held_out, found[len(training) :], strict=True):
-            if corpus.languages == other.languages and _are_swapped(each.looks, theirs.looks):
+    for corpus, (expected, looks) in zip(corpora, found, strict=True):
+        _check_declared(corpus, expected, looks)
+    for corpus, (_, looks) in zip(training, found, strict=False):
+        for other, (_, theirs) in zip(held_out, found[len(training) :], strict=True):
+            if corpus.languages == other.languages and _are_swapped(looks, theirs):
                 raise UserError(
                     f"{other.name} and {corpus.name} have opposite directions: the sources of one "
                     "look like the targets of the other; swap the files or columns of one, or its "
                     f"source_language and target_language; or {_PASS}"
                 )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Found:
-    """The languages of the two sides of a corpus, by their codes."""
-
-    expected: Sequence[str]
-    """Those that the corpus should have; "" if the identifier does not know them."""
-    looks: Sequence[str]
-    """Those that its text is in; "" if that is uncertain."""
 
 
 def _pieces(corpus: Corpus) -> tuple[list[str], list[str]]:
@@ -149,14 +139,20 @@ def _of_length(texts: Iterable[str]) -> list[str]:
     return pieces
 
 
-def _found_languages(corpus: Corpus, sides: tuple[list[str], list[str]]) -> _Found:
+def _languages(
+    corpus: Corpus, sides: tuple[list[str], list[str]]
+) -> tuple[Sequence[str], Sequence[str]]:
+    """Returns the codes of the languages that both sides should have, and of those they are in.
+
+    They are "" if the identifier does not know the language, or what a side is in is uncertain.
+    """
     identifier = Identifier(*corpus.languages)
     looks = []
     for pieces, language, code in zip(sides, corpus.languages, identifier.codes, strict=True):
         if pieces and not code:
             _log.info("%s: the language %r is not checked: it is unknown", corpus.name, language)
         looks.append(_majority(list(map(identifier.identify, pieces))))
-    return _Found(identifier.codes, looks)
+    return identifier.codes, looks
 
 
 def _majority(votes: Sequence[tuple[str, float]]) -> str:
@@ -170,22 +166,22 @@ def _majority(votes: Sequence[tuple[str, float]]) -> str:
     return code if total >= _MAJORITY * len(votes) else ""
 
 
-def _check_declared(corpus: Corpus, found: _Found) -> None:
+def _check_declared(corpus: Corpus, expected: Sequence[str], looks: Sequence[str]) -> None:
     options = ("data.source_language", "data.target_language")
-    if _are_swapped(found.expected, found.looks):
+    if _are_swapped(expected, looks):
         source, target = corpus.languages
         raise UserError(
             f"{corpus.name}: the sides are swapped: the sources look like {target} and the "
             f"targets like {source}; swap the files or columns, or {' and '.join(options)}; "
             f"or {_PASS}"
         )
-    for side, language, expected, looks, option in zip(
-        ("sources", "targets"), corpus.languages, found.expected, found.looks, options, strict=True
+    for side, language, code, seems, option in zip(
+        ("sources", "targets"), corpus.languages, expected, looks, options, strict=True
     ):
-        if expected and looks and not are_similar(expected, looks):
+        if code and seems and not are_similar(code, seems):
             raise UserError(
-                f"{corpus.name}: the {side} look like {looks}, not like {language}: set "
-                f"{option}={looks}, or give other files or columns; or {_PASS}"
+                f"{corpus.name}: the {side} look like {seems}, not like {language}: set "
+                f"{option}={seems}, or give other files or columns; or {_PASS}"
             )
 
 
@@ -258,22 +254,14 @@ class SharedPairs:
         # Duplicates are trained on once.
         filters = dataclasses.replace(config, drop_duplicates=False)
         self._is_kept = PairFilter(filters, training, has_inputs).keep
-        self._compared = [
-            pair
-            for pairs in in_chunks(held_out)
-            for pair in zip(*map(comparable, zip(*pairs, strict=True)), strict=True)
-        ]
+        self._compared = [compared for _, compared in _with_compared(held_out)]
         self._equal = [_numbers_by_text(pair[side] for pair in self._compared) for side in (0, 1)]
         share = config.near_duplicates
         self._near = [_NearDuplicates(texts, share) for texts in self._equal] if share else []
         sources_to_find, targets_to_find = self._equal
-        number = 0
-        for pairs in in_chunks(_untagged(training)):
-            compared = zip(*map(comparable, zip(*pairs, strict=True)), strict=True)
-            for pair, (source, target) in zip(pairs, compared, strict=True):
-                number += 1
-                if share or source in sources_to_find or target in targets_to_find:
-                    self._compare(number, pair, (source, target))
+        for number, (pair, compared) in enumerate(_with_compared(_untagged(training)), 1):
+            if share or compared[0] in sources_to_find or compared[1] in targets_to_find:
+                self._compare(number, pair, compared)
 
     def _compare(self, number: int, pair: SentencePair, compared: tuple[str, str]) -> None:
         found = [texts.get(text, ()) for texts, text in zip(self._equal, compared, strict=True)]
@@ -297,6 +285,15 @@ class SharedPairs:
                 pair = self._held_out[held]
                 shown = f"{_shown(*pair)} ({place_of(pair, int(found[0]) + 1)})"
                 yield kind, f"{shown}, in training {self._examples[held]}"
+
+
+def _with_compared(
+    pairs: Iterable[SentencePair],
+) -> Iterator[tuple[SentencePair, tuple[str, str]]]:
+    """Yields each pair with its texts as they are compared."""
+    for chunk in in_chunks(pairs):
+        sources, targets = map(comparable, zip(*chunk, strict=True))
+        yield from zip(chunk, zip(sources, targets, strict=True), strict=True)
 
 
 def _numbers_by_text(texts: Iterable[str]) -> dict[str, list[int]]:

@@ -134,7 +134,7 @@ def adapt_training(
             arrays = step.change(arrays)
             steps.append(step)
     notes = tuple(step.note for step in steps)
-    rules = family.rules(conversion.theirs, family.layout_of_params(arrays, {}))
+    rules = mapping.rules_of(family, conversion.theirs, family.layout_of_params(arrays, {}))
     obstacles = [step.note for step in steps if step.change_moments is None]
     if not all(rule.rearranges for rule in rules):
         obstacles.append(f"{family.name} computes some parameters from others")

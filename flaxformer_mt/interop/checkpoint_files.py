@@ -22,8 +22,8 @@ Tensors = Mapping[str, np.ndarray]
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 # Keys of a training checkpoint: of the state dict, ...
 STATE_DICT_KEYS = ("model", "state_dict", "model_state_dict")
-# ... of modules that OpenNMT stores separately, ...
-MODULE_KEYS = ("generator",)
+# ... of the module that OpenNMT stores separately, ...
+MODULE_KEY = "generator"
 # ... of the training options, and of the optimizer's state (the last is fairseq's).
 SETTINGS_KEYS = ("settings", "opt", "args", "cfg")
 OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim", "last_optimizer_state")
@@ -51,21 +51,23 @@ class PublishedCheckpoint(NamedTuple):
         return self._replace(tensors=tensors, prefix=self.prefix + prefix)
 
     def size(self, *witnesses: tuple[str, int]) -> int:
-        """Returns the size that most of these (tensor, axis) pairs have.
+        """Returns the size that most of these (tensor, axis) pairs have, of the tensors there are.
 
         With several of them, a tensor of a wrong shape is detected instead of determining the size.
 
         Raises:
-          UserError: a tensor is missing or has too few axes, or there is no majority.
+          UserError: all tensors are missing, one has too few axes, or there is no majority.
         """
         lengths = {}
         for name, axis in witnesses:
             if name not in self.tensors:
-                raise UserError(f"tensor {name} is missing")
+                continue
             shape = self.tensors[name].shape
             if len(shape) <= axis:
                 raise UserError(f"tensor {name} has shape {shape}, with too few axes")
             lengths[name] = shape[axis]
+        if not lengths:
+            raise UserError(f"tensor {witnesses[0][0]} is missing")
         (length, votes), *others = collections.Counter(lengths.values()).most_common()
         if others and others[0][1] == votes:
             shapes = ", ".join(f"{name} {self.tensors[name].shape}" for name in lengths)
@@ -126,8 +128,6 @@ def read(
             "module, give its state_dict()"
         )
     content = source if isinstance(source, Mapping) else _read_file(Path(source))
-    if not isinstance(content, Mapping):
-        raise UserError(f"a {type(content).__name__}, not a state dict")
     if not any(isinstance(value, Mapping) for value in content.values()):
         return PublishedCheckpoint(_arrays(content, ignores), {})
     training = {
@@ -164,10 +164,7 @@ def read_widened(
     dtypes: collections.Counter[str] = collections.Counter()
     for path in paths:
         with prefixed(f"{path}: "):
-            content = _read_file(path)
-            if not isinstance(content, Mapping):
-                raise UserError(f"a {type(content).__name__}, not a state dict")
-            for name, value in content.items():
+            for name, value in _read_file(path).items():
                 if ignores(name):
                     continue
                 if name in tensors:
@@ -233,14 +230,17 @@ def write_torch(path: Path, content: Mapping[str, Any]) -> None:
         torch.save(to_torch(content), file)
 
 
-def _read_file(path: Path) -> Any:
+def _read_file(path: Path) -> Mapping[str, Any]:
     # A safetensors file starts with the length of its JSON header, in eight bytes.
     if first_bytes(path)[8:] == b"{":
         tensors, metadata = read_safetensors(path)
         tensors |= _aliases(tensors, metadata)
         torch_files.check_size(tensors, path.stat().st_size)
         return tensors
-    return torch_files.read(path)
+    content = torch_files.read(path)
+    if not isinstance(content, Mapping):
+        raise UserError(f"a {type(content).__name__}, not a state dict")
+    return content
 
 
 def _aliases(tensors: Tensors, metadata: Mapping[str, str]) -> dict[str, np.ndarray]:
@@ -259,16 +259,9 @@ def _aliases(tensors: Tensors, metadata: Mapping[str, str]) -> dict[str, np.ndar
 def _state_dict(content: Mapping[str, Any]) -> Mapping[str, Any]:
     for key in STATE_DICT_KEYS:
         if isinstance(content.get(key), Mapping):
-            modules = {
-                name: content[name]
-                for name in MODULE_KEYS
-                if isinstance(content.get(name), Mapping)
-            }
-            return content[key] | {
-                f"{module}.{name}": tensor
-                for module, tensors in modules.items()
-                for name, tensor in tensors.items()
-            }
+            module = content.get(MODULE_KEY)
+            outside = module if isinstance(module, Mapping) else {}
+            return content[key] | {f"{MODULE_KEY}.{name}": outside[name] for name in outside}
     raise UserError(f"no state dict under any of the keys {', '.join(STATE_DICT_KEYS)}")
 
 

@@ -141,7 +141,18 @@ def _convert_to_file(
     else:
         state, origin = _training_state(source_family, source, overrides), source_family
     with prefixed(f"{source} cannot be converted to {target_family}: "):
-        return notes + _write_file(state, origin, target_family, target, accepted)
+        if target_family == OWN:
+            own_format.write(target, state, origin)
+            return notes + state.notes
+        if target_family not in FAMILIES:
+            raise UserError(f"{target} names a file: {target_family} is written as a folder")
+        if target_family != origin:
+            state = adapt_training(state, FAMILIES[target_family], accepted)
+        if state.adam is not None and target.suffix == ".safetensors":
+            note = "Adam's state is dropped: PyTorch reads it from .pt files only"
+            state = state._replace(adam=None, notes=(*state.notes, note))
+        interop.save(target_family, state.config, state.params, target, state.adam)
+    return notes + state.notes
 
 
 def _training_state(family: str, source: Path, overrides: Mapping[str, Any]) -> TrainingState:
@@ -150,23 +161,6 @@ def _training_state(family: str, source: Path, overrides: Mapping[str, Any]) -> 
     except UserError as error:
         config, params = interop.load(family, source, **overrides)
         return TrainingState(config, params, None, (f"the optimizer's state is dropped: {error}",))
-
-
-def _write_file(
-    state: TrainingState, origin: str, target_family: str, target: Path, accepted: Collection[str]
-) -> Notes:
-    if target_family == OWN:
-        own_format.write(target, state, origin)
-        return state.notes
-    if target_family not in FAMILIES:
-        raise UserError(f"{target} names a file: {target_family} is written as a folder")
-    if target_family != origin:
-        state = adapt_training(state, FAMILIES[target_family], accepted)
-    if state.adam is not None and target.suffix == ".safetensors":
-        note = "Adam's state is dropped: PyTorch reads it from .pt files only"
-        state = state._replace(adam=None, notes=(*state.notes, note))
-    interop.save(target_family, state.config, state.params, target, state.adam)
-    return state.notes
 
 
 def read_bundle(

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO
 
-from flaxformer_mt.errors import UserError
+from flaxformer_mt.errors import UserError, requiring
 from flaxformer_mt.input_files import max_content, open_regular
 
 _MAX_OPERATIONS = 1_000_000
@@ -101,13 +101,9 @@ def import_torch(purpose: str) -> ModuleType:
     Raises:
       UserError: it is not installed.
     """
-    try:
+    extra = "'flaxformer_mt[parity]', or use .safetensors"
+    with requiring(f"{purpose} a PyTorch file", extra, "PyTorch"):
         import torch
-    except ImportError as error:
-        raise UserError(
-            f"{purpose} a PyTorch file needs PyTorch: pip install 'flaxformer_mt[parity]', or use "
-            ".safetensors"
-        ) from error
     return torch
 
 

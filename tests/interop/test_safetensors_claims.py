@@ -4,11 +4,14 @@ import json
 import struct
 import time
 
+import jax
 import numpy as np
 import pytest
 import safetensors.numpy
 
+import flaxformer_mt as fmt
 from flaxformer_mt import interop
+from flaxformer_mt.config import TransformerConfig, to_dict
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.formats import own_format
 
@@ -64,3 +67,25 @@ def test_a_tensor_of_many_names_is_compared_with_the_file(tmp_path):
     with pytest.raises(UserError, match=r"model\.safetensors .*its tensors are far larger than"):
         interop.load("torch", path)
     assert time.monotonic() - start < 2
+
+
+NAMES = [("a/b", "a"), ("adam/mean/a", "adam/mean/a/b"), ("carried/x", "carried")]
+
+
+@pytest.mark.parametrize("names", NAMES)
+def test_a_name_that_is_a_group_of_others_is_refused(names, tmp_path):
+    path = tmp_path / "model.safetensors"
+    metadata = {"format": "flaxformer_mt", "config": json.dumps(to_dict(TransformerConfig()))}
+    metadata |= {"adam_step": "1", "adam_settings": "{}"}
+    safetensors.numpy.save_file(dict.fromkeys(names, np.zeros(1, np.float32)), path, metadata)
+    with pytest.raises(UserError, match=r"model\.safetensors .*is that of a group of others"):
+        own_format.read(path, {})
+
+
+def test_a_carried_name_may_contain_slashes(tmp_path):
+    path = tmp_path / "model.safetensors"
+    model = TransformerConfig(target_vocab_size=3, source_vocab_size=3, d_model=8, num_heads=1)
+    params = fmt.init(model, jax.random.key(0)) | {"carried": {"a/b.c": np.ones(2, np.float32)}}
+    own_format.write(path, interop.TrainingState(model, params, None), "torch")
+    state, _ = own_format.read(path, {})
+    assert [*state.params["carried"]] == ["a/b.c"]

@@ -15,6 +15,7 @@ from toy_references import ALL, DOUBLE_PROJECTION, VARIANTS, Variant, others_are
 
 from flaxformer_mt import interop
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.interop.weight_maps import mapping
 from flaxformer_mt.model.functional import parameter_shapes
 from flaxformer_mt.parity import references
 from flaxformer_mt.presets import FAMILIES
@@ -263,7 +264,7 @@ def test_a_map_covers_every_parameter_of_the_model(name):
     variant = ALL[name]
     config, _ = load(variant, variant.build().state_dict())
     family = interop.FAMILIES[variant.family]
-    mapped = {path for rule in family.rules(config, "") for path in rule.ours}
+    mapped = {path for rule in mapping.rules_of(family, config, "") for path in rule.ours}
     assert mapped == set(parameter_shapes(config))
 
 

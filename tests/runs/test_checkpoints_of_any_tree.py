@@ -205,7 +205,10 @@ OTHER_KINDS = {
         r"opt/",
     ),
     "Flax's state": (lambda: as_flax(0), r"opt"),
-    "a tuple": (lambda: as_pair(3), r"opt/1/0/count is an array \[\] of integers there, and nothing here"),
+    "a tuple": (
+        lambda: as_pair(3),
+        r"opt/1/0/count is an array \[\] of integers there, and nothing here",
+    ),
 }
 
 

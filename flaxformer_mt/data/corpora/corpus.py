@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Literal, TypeAlias, cast
 
 from flaxformer_mt.config import CorpusConfig, DataConfig
-from flaxformer_mt.data.corpora import datasets_reader, tables, text_files, tfds_reader
+from flaxformer_mt.data.corpora import arrow_reader, tables, text_files, tfds_reader
 from flaxformer_mt.data.corpora.alignments import stream_aligned
 from flaxformer_mt.data.corpora.entities import unescaped
-from flaxformer_mt.data.corpora.rows import Dropped, merged, with_place
+from flaxformer_mt.data.corpora.rows import BadRows, Dropped, merged, with_place
 from flaxformer_mt.data.corpora.text_files import Source, of_files
-from flaxformer_mt.errors import UserError
+from flaxformer_mt.errors import UserError, requiring
 
 HELD_OUT_PAIRS = 500
 """Number of pairs in the valid and test splits of a generated corpus."""
@@ -222,14 +222,19 @@ def open_corpus(
             "file that has them"
         )
     source = _open(corpus, data, prefix, has_inputs)
+    last = BadRows()
 
     def stream() -> Iterator[SentencePair]:
-        pairs = cast(Iterator[SentencePair], iter(source.read()))
+        nonlocal last
+        bad_rows = BadRows(data.bad_rows == "drop", source.name)
+        pairs = cast(Iterator[SentencePair], iter(source.rows(bad_rows)))
         if not has_inputs:
             pairs = (with_place(("", texts[-1]), texts) for texts in pairs)
         if data.unescape_html:
             pairs = (with_place((unescaped(pair[0]), unescaped(pair[1])), pair) for pair in pairs)
-        return pairs
+        yield from pairs
+        bad_rows.check()
+        last = bad_rows
 
     def digest() -> bytes:
         if source.digest is None:
@@ -244,7 +249,7 @@ def open_corpus(
         weight=corpus.weight,
         stream=stream,
         digest=digest,
-        malformed=source.malformed,
+        malformed=lambda: last.dropped,
     )
 
 
@@ -290,7 +295,7 @@ def _completed(corpus: CorpusConfig, data: DataConfig, split: str) -> CorpusConf
     kind = "tfds" if path.startswith("tfds:") else corpus.kind or data.corpus
     if kind == "text" and Path(path).is_file():
         kind = tables.form_of(Path(path))
-    elif kind == "text" and datasets_reader.is_saved(Path(path)):
+    elif kind == "text" and arrow_reader.is_saved(Path(path)):
         kind = "datasets"
     elif kind == "text" and tfds_reader.is_prepared(Path(path)):
         kind = "tfds"
@@ -326,10 +331,9 @@ def _languages(corpus: CorpusConfig) -> tuple[str, str]:
 
 def _open(corpus: CorpusConfig, data: DataConfig, prefix: str, has_inputs: bool) -> Source:
     path, split, languages = corpus.path, corpus.split, _languages(corpus)
-    drops = data.bad_rows == "drop"
     match corpus.kind:
         case "text":
-            return _open_text(corpus, data, prefix, has_inputs)
+            return _open_text(corpus, prefix, has_inputs)
         case ("tsv" | "csv" | "jsonl" | "parquet" | "tmx") as form:
             return _open_table(corpus, form, data, prefix)
         case "reverse":
@@ -338,15 +342,15 @@ def _open(corpus: CorpusConfig, data: DataConfig, prefix: str, has_inputs: bool)
             return _generate(corpus, data, _phrases(corpus, prefix))
         case "datasets":
             columns, option = corpus.columns, f"{prefix}path"
-            return datasets_reader.open_saved(Path(path), split, columns, languages, option, drops)
+            return arrow_reader.open_saved(Path(path), split, columns, languages, option)
     known = languages if has_inputs else (None, languages[1])
-    return tfds_reader.open_split(path, split, known, prefix, drops)
+    return tfds_reader.open_split(path, split, known, prefix)
 
 
-def _open_text(corpus: CorpusConfig, data: DataConfig, prefix: str, has_inputs: bool) -> Source:
-    pair, drops = _parallel_files(corpus), data.bad_rows == "drop"
+def _open_text(corpus: CorpusConfig, prefix: str, has_inputs: bool) -> Source:
+    pair = _parallel_files(corpus)
     if pair is not None:
-        return of_files([pair if has_inputs else pair[1:]], text_files.stream_parallel, drops)
+        return of_files([pair if has_inputs else pair[1:]], text_files.stream_parallel)
     languages = _languages(corpus)[0 if has_inputs else 1 :]
     found = [_find(corpus, prefix, f".{language}") for language in languages]
     alone = sorted(found[0].keys() ^ found[-1].keys())
@@ -356,7 +360,7 @@ def _open_text(corpus: CorpusConfig, data: DataConfig, prefix: str, has_inputs: 
             f"languages {' and '.join(languages)}"
         )
     groups = [tuple(files[name] for files in found) for name in found[0]]
-    return of_files(groups, text_files.stream_parallel, drops)
+    return of_files(groups, text_files.stream_parallel)
 
 
 def _parallel_files(corpus: CorpusConfig) -> tuple[Path, ...] | None:
@@ -378,7 +382,7 @@ def _open_table(corpus: CorpusConfig, form: tables.Form, data: DataConfig, prefi
     columns, languages, path = corpus.columns, _languages(corpus), Path(corpus.path)
     paths = [path] if path.is_file() else [*_find(corpus, prefix, f".{form}").values()]
     table = tables.Table(form, columns, languages, data.quoting)
-    source = of_files([(path,) for path in paths], table.stream, data.bad_rows == "drop")
+    source = of_files([(path,) for path in paths], table.stream)
     has_default_quoting = data.quoting == "auto"
     if form == "tsv" and not columns and has_default_quoting:
         return source
@@ -406,13 +410,8 @@ def _digest_pairs(pairs: Iterable[SentencePair]) -> bytes:
 
 
 def _phrases(corpus: CorpusConfig, prefix: str) -> _Draw:
-    try:
+    with requiring(f"{prefix}corpus=phrases", "'flaxformer_mt[demo]'"):
         from flaxformer_mt.data.corpora import generated_phrases
-    except ImportError as error:
-        raise UserError(
-            f"{prefix}corpus=phrases needs packages that are not installed: "
-            "pip install 'flaxformer_mt[demo]'"
-        ) from error
 
     source_language, target_language = (
         generated_phrases.Language(code, f"{prefix}{side}_language")
@@ -450,4 +449,4 @@ def _generate(corpus: CorpusConfig, data: DataConfig, draw: _Draw) -> Source:
         owner = splits[min(zlib.crc32(source.encode()) % 10, 2)]
         if owner == split and source not in pairs:
             pairs[source] = translate()
-    return Source(f"generated {kind}/{split}", pairs.items, None)
+    return Source(f"generated {kind}/{split}", lambda bad_rows: pairs.items(), None)

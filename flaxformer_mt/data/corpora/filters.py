@@ -21,7 +21,7 @@ from flaxformer_mt.config import DataConfig
 from flaxformer_mt.data.corpora.corpus import Corpus, SentencePair
 from flaxformer_mt.data.corpora.languages import Identifier, are_similar, divided
 from flaxformer_mt.data.corpora.rows import Dropped, place_of
-from flaxformer_mt.errors import UserError
+from flaxformer_mt.errors import UserError, requiring
 from flaxformer_mt.writing_systems import count_words, has_visible
 
 _EXAMPLE_LENGTH = 60  # Characters shown per side of an example.
@@ -136,7 +136,7 @@ def _checks(
     if config.drop_identical and has_inputs:
         checks["identical sides"] = lambda source, target: source.strip() == target.strip()
     if config.drop_wrong_script:
-        checks["wrong script"] = _script_check(corpus.languages, has_inputs)
+        checks["wrong script"] = _script_check(corpus.languages[side:], side)
     if config.drop_wrong_language:
         least = config.drop_wrong_language
         checks["wrong language"] = _language_check(corpus.languages[side:], side, least)
@@ -146,22 +146,16 @@ def _checks(
     return checks
 
 
-def _script_check(languages: tuple[str, str], has_inputs: bool) -> Callable[[str, str], bool]:
-    side = 0 if has_inputs else 1
-    scripts = [script_words(language) for language in languages[side:]]
+def _script_check(languages: Sequence[str], side: int) -> Callable[[str, str], bool]:
+    scripts = list(map(script_words, languages))
     return lambda *pair: not all(map(is_mostly_in, scripts, pair[side:]))
 
 
 def _language_check(
     languages: Sequence[str], side: int, least: float
 ) -> Callable[[str, str], bool]:
-    try:
+    with requiring("data.drop_wrong_language", "'flaxformer_mt[demo]'"):
         identifier = Identifier(*languages)
-    except ImportError as error:
-        raise UserError(
-            "data.drop_wrong_language needs a package that is not installed: "
-            "pip install 'flaxformer_mt[demo]'"
-        ) from error
 
     def is_wrong(expected: str, text: str) -> bool:
         if not expected or len("".join(filter(str.isalpha, text)).encode()) < _FEWEST_LETTER_BYTES:
@@ -188,14 +182,9 @@ def script_words(language: str) -> tuple[str, ...]:
     The script is the one in the language code ("sr_Latn"), or else the default script of the
     language (from the likely subtags of the Unicode CLDR).
     """
-    try:
+    with requiring("data.drop_wrong_script", "'flaxformer_mt[demo]'"):
         import babel
         from babel.core import get_global
-    except ImportError as error:
-        raise UserError(
-            "data.drop_wrong_script needs a package that is not installed: "
-            "pip install 'flaxformer_mt[demo]'"
-        ) from error
 
     code, subtags = divided(language)
     likely = get_global("likely_subtags")

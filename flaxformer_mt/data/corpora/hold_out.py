@@ -93,9 +93,8 @@ class Division:
     def describe(self, number: int) -> dict[str, int]:
         """Returns how many lines a corpus has, and how many of them in each place."""
         places, _ = self._places[number]
-        counts = {str(role): int((places == place).sum()) for place, role in self._numbered}
-        left = {"train": _TRAIN, "left_out": _LEFT_OUT}
-        counts |= {name: int((places == place).sum()) for name, place in left.items()}
+        names: dict[int, str] = {**dict(self._numbered), _TRAIN: "train", _LEFT_OUT: "left_out"}
+        counts = {name: int((places == place).sum()) for place, name in names.items()}
         return {"lines": len(places), **counts}
 
     @functools.cached_property

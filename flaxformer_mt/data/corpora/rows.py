@@ -101,6 +101,10 @@ class Dropped:
         """Inverts `dataclasses.asdict`, also of values that were stored as JSON."""
         return cls(**{**values, "more": tuple(values["more"])})
 
+    def __add__(self, later: "Dropped") -> "Dropped":
+        more = (*self.more, later.example, *later.more)[: _LISTED - 1]
+        return Dropped(self.count + later.count, self.example, more)
+
     def __str__(self) -> str:
         first = "the first are" if self.more else "the first is"
         return f"{self.count:,}, {first} {'; '.join([self.example, *self.more])}"
@@ -111,11 +115,7 @@ def merged(reports: Iterable[dict[str, Dropped]]) -> dict[str, Dropped]:
     total: dict[str, Dropped] = {}
     for report in reports:
         for reason, dropped in report.items():
-            if reason in total:
-                first = total[reason]
-                more = (*first.more, dropped.example, *dropped.more)[: _LISTED - 1]
-                dropped = Dropped(first.count + dropped.count, first.example, more)
-            total[reason] = dropped
+            total[reason] = total[reason] + dropped if reason in total else dropped
     return total
 
 
@@ -140,14 +140,8 @@ class BadRows:
             if len(self._errors) == _LISTED:
                 self.check()
             return
-        example = f"{place(path, number)}{fault.detail}"
-        earlier = self.dropped.get(fault.kind)
-        if earlier is None:
-            self.dropped[fault.kind] = Dropped(1, example)
-            return
-        listed = len(earlier.more) + 1
-        more = (*earlier.more, example) if listed < _LISTED else earlier.more
-        self.dropped[fault.kind] = Dropped(earlier.count + 1, earlier.example, more)
+        row = {fault.kind: Dropped(1, f"{place(path, number)}{fault.detail}")}
+        self.dropped = merged([self.dropped, row])
 
     def check(self) -> None:
         """Raises `UserError` if a malformed row is an error; called at the end of each file."""

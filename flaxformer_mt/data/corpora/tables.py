@@ -23,16 +23,8 @@ from typing import Any, Literal, TypeAlias
 
 from flaxformer_mt.config.data import Quoting
 from flaxformer_mt.config.fields import suggestion
-from flaxformer_mt.data.corpora import headers, parquet_reader, tmx_reader
+from flaxformer_mt.data.corpora import arrow_reader, headers, text_files, tmx_reader
 from flaxformer_mt.data.corpora.rows import LINE_BREAKS, BadRows, Fault, placed
-from flaxformer_mt.data.corpora.text_files import (
-    MAX_LINE_BYTES,
-    blocks,
-    content_name,
-    explained,
-    lines_and_faults,
-    opened,
-)
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.input_files import parse_json
 
@@ -56,7 +48,7 @@ _log = logging.getLogger(__name__)
 
 def form_of(path: Path) -> Form:
     """Returns the form that the name of a file tells: tab-separated unless it is another one."""
-    return _FORMS.get(content_name(path).suffix.lower(), "tsv")
+    return _FORMS.get(text_files.content_name(path).suffix.lower(), "tsv")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +69,7 @@ class Table:
             case "jsonl":
                 rows = _json_rows(path, self.columns, self.languages)
             case "parquet":
-                rows = parquet_reader.stream_rows(path, self.columns, self.languages)
+                rows = arrow_reader.stream_rows(path, self.columns, self.languages)
             case "tmx":
                 rows = tmx_reader.stream_rows(path, self.languages)
             case _:
@@ -162,7 +154,7 @@ def _first(path: Path, rows: _Rows) -> tuple[Sequence[str], _Rows]:
 
 
 def _unquoted_rows(path: Path, delimiter: str) -> _Rows:
-    for number, line in enumerate(lines_and_faults(path), start=1):
+    for number, line in enumerate(text_files.lines_and_faults(path), start=1):
         yield number, line if isinstance(line, Fault) else line.split(delimiter)
 
 
@@ -177,8 +169,8 @@ class _Unreadable(csv.Error):
 def _csv_rows(path: Path, delimiter: str) -> _Rows:
     """Reads rows of CSV (RFC 4180). After a malformed one, reading goes on with its second line."""
     # A limit of the whole process, by default 131,072 characters.
-    csv.field_size_limit(max(csv.field_size_limit(), MAX_LINE_BYTES))
-    lines = enumerate(lines_and_faults(path), start=1)
+    csv.field_size_limit(max(csv.field_size_limit(), text_files.MAX_LINE_BYTES))
+    lines = enumerate(text_files.lines_and_faults(path), start=1)
     again: collections.deque[tuple[int, str | Fault]] = collections.deque()
     row: list[tuple[int, str | Fault]] = []
 
@@ -234,8 +226,8 @@ def is_quoted(path: Path) -> bool:
     """
     counts: collections.Counter[str] = collections.Counter()
     share = 0.0
-    with opened(path) as file, explained(str(path)):
-        for number, block in enumerate(blocks(file)):
+    with text_files.opened(path) as file, text_files.explained(str(path)):
+        for number, block in enumerate(text_files.blocks(file)):
             if number and b'"' not in block:
                 continue
             lines = [line.rstrip(b"\r") for line in block.removesuffix(b"\n").split(b"\n")]
@@ -279,7 +271,7 @@ def _index(path: Path, name: str, header: Sequence[str]) -> int:
 
 
 def _json_rows(path: Path, columns: Sequence[str], languages: tuple[str, str]) -> _Rows:
-    for number, line in enumerate(lines_and_faults(path), start=1):
+    for number, line in enumerate(text_files.lines_and_faults(path), start=1):
         if isinstance(line, Fault):
             yield number, line
         elif line.strip():

@@ -26,14 +26,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
-from flaxformer_mt.data.corpora.rows import BadRows, Dropped, Fault, decoded, placed
-from flaxformer_mt.errors import UserError
+from flaxformer_mt.data.corpora.rows import BadRows, Fault, decoded, placed
+from flaxformer_mt.errors import UserError, prefixed, requiring
 from flaxformer_mt.input_files import open_regular
 
 MAX_LINE_BYTES = 2**20
 """Limit of the length of a line, with its end: some 150,000 words."""
 
-COMPRESSED = (".gz", ".zst", ".xz", ".bz2", ".zip")
+_COMPRESSIONS = {
+    ".gz": "gzip",
+    ".zst": "Zstandard",
+    ".xz": "xz",
+    ".bz2": "bzip2",
+    ".zip": "ZIP",
+}
+COMPRESSED = tuple(_COMPRESSIONS)
 """Suffixes of the files that are decompressed while they are read, in any case."""
 
 _Item = TypeVar("_Item")
@@ -44,12 +51,11 @@ class Source(NamedTuple):
 
     name: str
     """Origin of the text, for messages."""
-    read: Callable[[], Iterable[tuple[str, ...]]]
-    """Yields the texts of each pair. Only the last one is used for a language model."""
+    rows: Callable[[BadRows], Iterable[tuple[str, ...]]]
+    """Yields the texts of each pair, and adds what is malformed. Only the last text is used for a
+    language model."""
     digest: Callable[[], bytes] | None
     """Computes the SHA-256 of the underlying files; None = that of the pairs is used."""
-    malformed: Callable[[], dict[str, Dropped]] = dict
-    """Returns the malformed rows that the last complete reading has dropped, by kind."""
 
 
 _CHUNK_BYTES = 2**20
@@ -199,14 +205,9 @@ def stream_parallel(*paths: Path, bad_rows: BadRows | None = None) -> Iterator[t
 
 
 def of_files(
-    files: Sequence[tuple[Path, ...]],
-    read: Callable[..., Iterable[tuple[str, ...]]],
-    drops_bad_rows: bool,
+    files: Sequence[tuple[Path, ...]], read: Callable[..., Iterable[tuple[str, ...]]]
 ) -> Source:
-    """Concatenates files, or groups of parallel files.
-
-    `read(*group, bad_rows=)` reads each of them; malformed rows are dropped or an error.
-    """
+    """Concatenates files, or groups of parallel files; `read(*group, bad_rows=)` reads each."""
     names = [" and ".join(map(str, group)) for group in files]
     more = f", and {len(files) - 1} more" if len(files) > 1 else ""
 
@@ -215,29 +216,7 @@ def of_files(
             yield from read(*group, bad_rows=bad_rows)
             bad_rows.check()
 
-    def digest() -> bytes:
-        return digest_files(itertools.chain.from_iterable(files))
-
-    return source_of(f"{names[0]}{more}", rows, digest, drops_bad_rows)
-
-
-def source_of(
-    name: str,
-    rows: Callable[[BadRows], Iterator[tuple[str, ...]]],
-    digest: Callable[[], bytes],
-    drops_bad_rows: bool,
-) -> Source:
-    """Returns text of which `rows` yields the pairs, and adds what is malformed to `BadRows`."""
-    last = BadRows()
-
-    def read() -> Iterator[tuple[str, ...]]:
-        nonlocal last
-        bad_rows = BadRows(drops_bad_rows, name)
-        yield from rows(bad_rows)
-        bad_rows.check()
-        last = bad_rows
-
-    return Source(name, read, digest, lambda: last.dropped)
+    return Source(f"{names[0]}{more}", rows, lambda: digest_files(itertools.chain(*files)))
 
 
 def digest_files(paths: Iterable[Path], rule: bytes = b"") -> bytes:
@@ -337,31 +316,21 @@ def _member(archive: zipfile.ZipFile, path: Path) -> str:
     return names[0]
 
 
-_COMPRESSIONS = {
-    ".gz": "gzip",
-    ".zst": "Zstandard",
-    ".xz": "xz",
-    ".bz2": "bzip2",
-    ".zip": "ZIP",
-}
-_DAMAGES = (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError, zipfile.BadZipFile)
+_DAMAGES = (EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
 
 
 @contextlib.contextmanager
 def explained(name: str) -> Iterator[None]:
     """Turns errors of reading a file, which may be compressed, into `UserError`."""
     kind = _COMPRESSIONS.get(Path(name).suffix.lower())
-    damages: tuple[type[Exception], ...] = _DAMAGES
-    if kind == "Zstandard":
-        damages = (*damages, _require_zstd(name).ZstdError)
+    damages = [*_DAMAGES, *([_require_zstd(name).ZstdError] if kind == "Zstandard" else ())]
     try:
         yield
-    except damages as error:
+    except (*damages, OSError) as error:
+        # Those of gzip and bzip2 have no number.
+        if isinstance(error, OSError) and (error.errno or not kind):
+            raise UserError(f"cannot read {name}: {error.strerror}") from error
         raise UserError(f"{name}: damaged {kind} file ({error}); fetch it again") from error
-    except OSError as error:
-        if kind and error.errno is None:  # Of bzip2.
-            raise UserError(f"{name}: damaged {kind} file ({error}); fetch it again") from error
-        raise UserError(f"cannot read {name}: {error.strerror}") from error
     except (RuntimeError, NotImplementedError) as error:
         if kind != "ZIP":
             raise
@@ -405,21 +374,15 @@ def _open(path: Path) -> io.BufferedReader:
         raise UserError(f"there is no file {path}")
     if str(path).startswith(_DESCRIPTORS):
         return path.open("rb")
-    try:
+    with prefixed(f"cannot read {path}: "):
         return open_regular(path)
-    except UserError as error:
-        raise UserError(f"cannot read {path}: {error}") from error
 
 
 def _require_zstd(path: str) -> Any:
     """Imports the module of Zstandard: of Python from 3.14 on, of a package before."""
     name = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
-    try:
+    with requiring(path, "'flaxformer_mt[data]'"):
         return importlib.import_module(name)
-    except ImportError as error:
-        raise UserError(
-            f"{path} needs a package that is not installed: pip install 'flaxformer_mt[data]'"
-        ) from error
 
 
 def _arriving(stream: io.BufferedIOBase, enough: int, max_wait: float) -> Iterator[list[bytes]]:

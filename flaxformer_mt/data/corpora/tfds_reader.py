@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from flaxformer_mt.data.corpora.rows import LINE_BREAKS, BadRows, Fault, decoded, placed
-from flaxformer_mt.data.corpora.text_files import Source, digest_file, source_of
-from flaxformer_mt.errors import UserError, first_line
+from flaxformer_mt.data.corpora.text_files import Source, digest_file
+from flaxformer_mt.errors import UserError, first_line, requiring
 from flaxformer_mt.input_files import read_json, require_regular_files
 
 _READ_AT_ONCE = 10_000  # Records; three times as fast as reading them one by one.
@@ -32,16 +32,11 @@ def is_prepared(path: Path) -> bool:
 
 def require_tfds() -> Any:
     """Imports `tensorflow_datasets`."""
-    try:
+    with requiring("a data set of TensorFlow Datasets", "'flaxformer_mt[data]'"):
         import tensorflow_datasets
 
         # TensorFlow Datasets itself imports it only when a file is opened.
         importlib.import_module("array_record.python")
-    except ImportError as error:
-        raise UserError(
-            "TensorFlow Datasets needs packages that are not installed: "
-            "pip install 'flaxformer_mt[data]'"
-        ) from error
     return tensorflow_datasets
 
 
@@ -83,9 +78,7 @@ def _digest(records: Any, languages: LanguagePair) -> bytes:
     return digest.digest()
 
 
-def open_split(
-    path: str, split: str, languages: LanguagePair, prefix: str, drops_bad_rows: bool
-) -> Source:
+def open_split(path: str, split: str, languages: LanguagePair, prefix: str) -> Source:
     """Opens a split, such as "train[:10%]", of a data set.
 
     `path` is the name of a builder ("wmt14_translate/de-en"), or a folder with `dataset_info.json`.
@@ -122,17 +115,15 @@ def open_split(
 
     def pairs(bad_rows: BadRows) -> Iterator[tuple[str, str]]:
         _check_lengths(files, name)
-        found = _pairs(records, take, name, bad_rows)
-        first = next(found, None)
-        if first is not None:
-            yield first
-            yield from found
-            return
+        is_empty = True
+        for pair in _pairs(records, take, name, bad_rows):
+            is_empty = False
+            yield pair
         bad_rows.check()
-        if not bad_rows.dropped:
+        if is_empty and not bad_rows.dropped:
             raise UserError(f"{name} has no example in {' and '.join(filter(None, languages))}")
 
-    return source_of(name, pairs, lambda: _digest(records, languages), drops_bad_rows)
+    return Source(name, pairs, lambda: _digest(records, languages))
 
 
 def _check_classes(tfds: Any, path: Path) -> None:

@@ -19,7 +19,7 @@ def stream_rows(path: Path, languages: tuple[str, str]) -> Iterator[tuple[int, l
 
     Entities that the file declares are refused: a small file can make them expand without limit.
     """
-    units = _Units(languages)
+    units = _Units(path, languages)
     with opened(path) as file, explained(str(path)):
         found = False
         try:
@@ -31,8 +31,6 @@ def stream_rows(path: Path, languages: tuple[str, str]) -> Iterator[tuple[int, l
             units.parser.Parse(b"", True)
         except xml.parsers.expat.ExpatError as error:
             raise UserError(f"{path} is not TMX: {error}") from error
-        except _EntityError as error:
-            raise UserError(f"{path} declares the entity {error}, which is not read") from error
     if not found:
         raise UserError(
             f"{path} has no translation unit in {' and '.join(languages)}, only in "
@@ -40,14 +38,11 @@ def stream_rows(path: Path, languages: tuple[str, str]) -> Iterator[tuple[int, l
         )
 
 
-class _EntityError(Exception):
-    """A file declares an entity."""
-
-
 class _Units:
     """The handlers of a parser, which collect translation units."""
 
-    def __init__(self, languages: tuple[str, str]) -> None:
+    def __init__(self, path: Path, languages: tuple[str, str]) -> None:
+        self._path = path
         self.complete: list[tuple[int, list[str]]] = []
         self.languages: set[str] = set()
         self._wanted = languages
@@ -90,4 +85,4 @@ class _Units:
             self._parts.append(text)
 
     def _entity(self, name: str, *_: Any) -> None:
-        raise _EntityError(name)
+        raise UserError(f"{self._path} declares the entity {name}, which is not read")

@@ -98,15 +98,6 @@ class DataPosition(NamedTuple):
     """Batches that were read since the start. (Positions of earlier versions lack it.)"""
 
 
-def padding_fraction(batch: Batch) -> float:
-    """Returns the fraction of a batch's source and target positions that are padding."""
-    sides = [
-        side for side in (batch.encoder_segment_ids, batch.decoder_segment_ids) if side is not None
-    ]
-    tokens = sum(np.count_nonzero(side) for side in sides)
-    return 1 - tokens / sum(side.size for side in sides)
-
-
 def make_batch(
     pairs: TokenPairs,
     rows: Sequence[Sequence[int]],

@@ -10,7 +10,6 @@ onmt/inputters (text_corpus.py, and `numericalize` in text_utils.py), onmt/trans
 and onmt/translate/translation.py (`_build_target_tokens`)
 """
 
-import functools
 import hashlib
 import io
 import re
@@ -21,20 +20,14 @@ from typing import Literal
 from flaxformer_mt.data.tokenizers.base import Tokenizer
 from flaxformer_mt.data.tokenizers.marian_tokenizer import TokenizerFiles
 from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE, TextSampler, open_model
-from flaxformer_mt.errors import UserError
+from flaxformer_mt.errors import UserError, requiring
 
 TOKENS_FILE, PIECES_FILE, CODES_FILE = "{side}.tokens", "{side}.spm", "{side}.codes"
 """The tokens of a side in the order of their ids, one a line; and what segments texts, if any."""
+_OF_SIDE = (TOKENS_FILE, PIECES_FILE, CODES_FILE)
 OPENNMT_FILE = "opennmt.start"
 """In vocabularies of OpenNMT-py, the token that decoding starts from."""
-FILES = (
-    *(
-        name.format(side=side)
-        for name in (TOKENS_FILE, PIECES_FILE, CODES_FILE)
-        for side in ("source", "target")
-    ),
-    OPENNMT_FILE,
-)
+FILES = (*(name.format(side=s) for name in _OF_SIDE for s in ("source", "target")), OPENNMT_FILE)
 _CONTINUES = "@@"
 """How pieces of words end in subword-nmt, unless they are the last ones."""
 
@@ -47,7 +40,7 @@ class DictionaryTokenizer(Tokenizer):
     ) -> None:
         """Creates the tokenizer of a side; `folder` is that of the files, for messages."""
         self.files = files
-        names = [name.format(side=side) for name in (TOKENS_FILE, PIECES_FILE, CODES_FILE)]
+        names = [name.format(side=side) for name in _OF_SIDE]
         tokens_name, pieces_name, codes_name = names
         label = Path(folder, tokens_name)
         if tokens_name not in files:
@@ -72,6 +65,7 @@ class DictionaryTokenizer(Tokenizer):
         self._segmented: Callable[[str], str] = lambda text: text
         if pieces_name in files:
             self._processor = open_model(files[pieces_name], str(Path(folder, pieces_name)))
+            self._sampler = TextSampler(self._processor)
         elif codes_name in files:
             self._segmented = _subword_nmt(files[codes_name], str(Path(folder, codes_name)))
         digest = hashlib.sha256()
@@ -92,12 +86,8 @@ class DictionaryTokenizer(Tokenizer):
                 f"data.subword_sampling={amount} needs a vocabulary with a SentencePiece model: "
                 "set it to 0"
             )
-        unknown, best = self._processor.unk_id(), self._split(texts)
-        # The id of the unknown piece does not tell its text.
-        return [
-            self._encoded(self._processor.id_to_piece(ids) if unknown not in ids else tokens)
-            for ids, tokens in zip(self._sampler.sample(texts, seed, amount), best, strict=True)
-        ]
+        drawn = self._sampler.sample_pieces(list(texts), seed, amount)
+        return [self._encoded(self._tokens_of(" ".join(pieces))) for pieces in drawn]
 
     def decode(self, sentences: Sequence[Sequence[int]]) -> list[str]:
         return [self._decoded(self.until_end(tokens)) for tokens in sentences]
@@ -109,19 +99,15 @@ class DictionaryTokenizer(Tokenizer):
         # In OpenNMT-py, which leaves out empty sources, only targets have an end token.
         return list(tokens) if self._is_opennmt and tokens else super().with_source_end(tokens)
 
-    @functools.cached_property
-    def _sampler(self) -> TextSampler:
-        assert self._processor is not None
-        return TextSampler(self._processor.serialized_model_proto(), self._processor)
-
     def _split(self, texts: Sequence[str]) -> list[list[str]]:
-        # OpenNMT-py splits at single spaces only: what is between two is an unknown token.
-        space = " " if self._is_opennmt else None
         if self._processor is not None:
             split = self._processor.encode(list(texts), out_type=str)
-            return [" ".join(pieces).split(space) if pieces else [] for pieces in split]
-        segmented = (self._segmented(text.strip()) for text in texts)
-        return [text.split(space) if text else [] for text in segmented]
+            return [self._tokens_of(" ".join(pieces)) for pieces in split]
+        return [self._tokens_of(self._segmented(text.strip())) for text in texts]
+
+    def _tokens_of(self, text: str) -> list[str]:
+        # OpenNMT-py splits at single spaces only: what is between two is an unknown token.
+        return text.split(" " if self._is_opennmt else None) if text else []
 
     def _encoded(self, tokens: Sequence[str]) -> list[int]:
         return [self._ids.get(token, self.unk_id) for token in tokens]
@@ -178,10 +164,8 @@ def read_fairseq(content: str, label: str) -> list[str]:
 
 
 def _subword_nmt(codes: bytes, label: str) -> Callable[[str], str]:
-    try:
+    with requiring(label, "subword-nmt"):
         from subword_nmt.apply_bpe import BPE
-    except ImportError as error:
-        raise UserError(f"{label} needs subword-nmt: pip install subword-nmt") from error
     try:
         segment: Callable[[str], str] = BPE(io.StringIO(codes.decode())).segment
     # The library prints the line, and exits.

@@ -7,7 +7,7 @@ Source: Hugging Face transformers 5 (models/m2m_100/tokenization_m2m_100.py).
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -36,7 +36,7 @@ LANGUAGES = {
     "wmt21": "en ha is ja cs ru zh de",
 }
 """The languages of each published set, in the order of their tokens."""
-_LANGUAGE = re.compile(r"__([a-z]+)__(?: |$)")
+_LANGUAGE = re.compile(r"(__[a-z]+__)(?: |$)")
 
 
 class M2M100Tokenizer(MarianTokenizer):
@@ -57,47 +57,31 @@ class M2M100Tokenizer(MarianTokenizer):
         if known is None:
             raise UserError(f"{label} has language_codes={settings['language_codes']!r}: unknown")
         start = len(read_object(files, VOCABULARY_FILE, folder))
-        self._languages = {code: start + number for number, code in enumerate(known.split())}
-        self._names |= {token: f"__{code}__" for code, token in self._languages.items()}
+        self._languages = {f"__{code}__": id for id, code in enumerate(known.split(), start)}
+        self._ids |= self._languages
+        self._names |= {token: name for name, token in self._languages.items()}
         self.language_ids = frozenset(self._languages.values())
         self.special_ids |= self.language_ids
         self.vocab_size = start + len(self._languages)
         self.bos_id = self.eos_id
         default = "en" if side == "source" else None
         language = settings.get("src_lang" if side == "source" else "tgt_lang") or default
-        if language is not None and language not in self._languages:
-            raise UserError(f"{label} has the language {language!r}, of which there is no token")
-        self.first_id = None if language is None else self._languages[language]
+        if language is not None:
+            self.first_id = self._languages.get(f"__{language}__")
+            if self.first_id is None:
+                raise UserError(f"{label} has the language {language!r}, which has no token")
         self.fingerprint = f"{self.fingerprint}-{self.first_id}"
 
-    def encode_parts(self, texts: Sequence[str]) -> list[list[int]]:
-        languages, rest = self._languages_of(texts)
-        return [
-            [*language, *tokens]
-            for language, tokens in zip(languages, super().encode_parts(rest), strict=True)
-        ]
-
     def split(self, texts: Sequence[str]) -> list[list[str]]:
-        languages, rest = self._languages_of(texts)
-        default = [] if self.first_id is None else [self.first_id]
+        default = [] if self.first_id is None else self.pieces([self.first_id])
         return [
-            [*self.pieces(language or default), *pieces]
-            for language, pieces in zip(languages, super().split(rest), strict=True)
+            pieces if pieces and pieces[0] in self._languages else [*default, *pieces]
+            for pieces in super().split(texts)
         ]
 
-    def sample(self, texts: Sequence[str], seed: int, amount: float) -> list[list[int]]:
-        languages, rest = self._languages_of(texts)
-        return [
-            self.with_first([*language, *tokens])
-            for language, tokens in zip(languages, super().sample(rest, seed, amount), strict=True)
-        ]
-
-    def _languages_of(self, texts: Sequence[str]) -> tuple[list[list[int]], list[str]]:
-        """Returns the token of the language that each text begins with, if any, and the rest."""
-        languages, rest = [], []
-        for text in texts:
-            found = _LANGUAGE.match(text)
-            token = self._languages.get(found[1]) if found else None
-            languages.append([] if token is None else [token])
-            rest.append(text[found.end() :] if found and token is not None else text)
-        return languages, rest
+    def _parts(self, text: str) -> Iterator[tuple[str, bool]]:
+        found = _LANGUAGE.match(text)
+        if found and found[1] in self._languages:
+            yield found[1], True
+            text = text[found.end() :]
+        yield from super()._parts(text)

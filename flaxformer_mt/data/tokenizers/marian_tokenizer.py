@@ -80,6 +80,7 @@ class MarianTokenizer(Tokenizer):
         name = f"{side}.spm"
         self.model = files[name]
         self._processor = open_model(files[name], str(Path(folder, name)))
+        self._sampler = TextSampler(self._processor)
         is_separate = bool(settings.values.get("separate_vocabs"))
         vocabulary_name = VOCABULARY_FILE
         if is_separate and side == "target":
@@ -134,25 +135,15 @@ class MarianTokenizer(Tokenizer):
 
     def sample(self, texts: Sequence[str], seed: int, amount: float) -> list[list[int]]:
         def split(chunks: list[str]) -> list[list[str]]:
-            unknown = self._processor.unk_id()
-            drawn = self._sampler.sample(chunks, seed, amount)
-            # The id of the unknown piece does not tell its text.
-            return [
-                self._processor.id_to_piece(ids) if unknown not in ids else best
-                for ids, best in zip(drawn, self._split(chunks), strict=True)
-            ]
+            return self._sampler.sample_pieces(chunks, seed, amount)
 
-        return self._encode(texts, split)
+        return [self.with_first(tokens) for tokens in self._encode(texts, split)]
 
     def decode(self, sentences: Sequence[Sequence[int]]) -> list[str]:
         return [self._decode(sentence) for sentence in sentences]
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
         return [self._piece(int(token)) for token in tokens]
-
-    @functools.cached_property
-    def _sampler(self) -> TextSampler:
-        return TextSampler(self._processor.serialized_model_proto(), self._processor)
 
     def _split(self, chunks: list[str]) -> list[list[str]]:
         return self._processor.encode(chunks, out_type=str)

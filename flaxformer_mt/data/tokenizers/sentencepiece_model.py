@@ -1,5 +1,6 @@
 """SentencePiece model files: loading, and random segmentation of text."""
 
+import functools
 import itertools
 import re
 from collections.abc import Sequence
@@ -40,11 +41,14 @@ def parse_model(model: bytes) -> Any:
 
 
 class TextSampler:
-    """Segments texts into pieces at random, with a model from its file and from `open_model`."""
+    """Segments texts into pieces at random."""
 
-    def __init__(self, model: bytes, processor: sentencepiece.SentencePieceProcessor) -> None:
+    def __init__(self, processor: sentencepiece.SentencePieceProcessor) -> None:
         self._processor = processor
-        self._words = _word_sampler(parse_model(model), processor)
+
+    @functools.cached_property
+    def _words(self) -> BpeDropout | UnigramSampling:
+        return _word_sampler(self._processor)
 
     def sample(self, texts: Sequence[str], seed: int, amount: float) -> list[list[int]]:
         """Returns the model's piece ids for each text; arguments as in `Tokenizer.sample`."""
@@ -53,10 +57,23 @@ class TextSampler:
         remaining = iter(sampled)
         return [list(itertools.chain(*itertools.islice(remaining, len(own)))) for own in words]
 
+    def sample_pieces(self, texts: Sequence[str], seed: int, amount: float) -> list[list[str]]:
+        """Returns the pieces for each text; one with unknown pieces is segmented in the best way.
+
+        The id of the unknown piece does not tell its text.
+        """
+        unknown = self._processor.unk_id()
+        best = self._processor.encode(list(texts), out_type=str)
+        return [
+            self._processor.id_to_piece(ids) if unknown not in ids else pieces
+            for ids, pieces in zip(self.sample(texts, seed, amount), best, strict=True)
+        ]
+
 
 def _word_sampler(
-    proto: Any, processor: sentencepiece.SentencePieceProcessor
+    processor: sentencepiece.SentencePieceProcessor,
 ) -> BpeDropout | UnigramSampling:
+    proto = parse_model(processor.serialized_model_proto())
     pieces = list(enumerate(proto.pieces))
 
     def without_space(word: str) -> str:

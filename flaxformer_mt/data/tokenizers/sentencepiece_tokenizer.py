@@ -5,7 +5,6 @@ leading and trailing spaces are removed and runs of spaces become one. (Without
 `data.byte_fallback`, characters outside the vocabulary are decoded as " \u2047 ".)
 """
 
-import functools
 import hashlib
 import io
 import itertools
@@ -55,6 +54,7 @@ class SentencePieceTokenizer(Tokenizer):
         self.model: bytes = model
         self.fingerprint = hashlib.sha256(model).hexdigest()
         self._processor = open_model(model, name)
+        self._sampler = TextSampler(self._processor)
         rules = parse_model(model).normalizer_spec
         # A model with a table of rules applies them itself.
         self._form = None if rules.precompiled_charsmap else _FORMS.get(rules.name)
@@ -87,10 +87,6 @@ class SentencePieceTokenizer(Tokenizer):
 
     def sample(self, texts: Sequence[str], seed: int, amount: float) -> list[list[int]]:
         return self._sampler.sample(_normalized(self._form, texts), seed, amount)
-
-    @functools.cached_property
-    def _sampler(self) -> TextSampler:
-        return TextSampler(self.model, self._processor)
 
     def decode(self, sentences: Sequence[Sequence[int]]) -> list[str]:
         return self._processor.decode([self.until_end(self._known(each)) for each in sentences])

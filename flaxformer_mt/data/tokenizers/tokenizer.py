@@ -17,10 +17,6 @@ from flaxformer_mt.data.tokenizers import (
     marian_tokenizer,
 )
 from flaxformer_mt.data.tokenizers.base import Tokenizer as Tokenizer
-from flaxformer_mt.data.tokenizers.dictionary_tokenizer import DictionaryTokenizer
-from flaxformer_mt.data.tokenizers.hub_tokenizer import HubTokenizer
-from flaxformer_mt.data.tokenizers.m2m100_tokenizer import M2M100Tokenizer
-from flaxformer_mt.data.tokenizers.marian_tokenizer import MarianTokenizer
 from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE
 from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import (
     SentencePieceTokenizer,
@@ -58,13 +54,16 @@ def split_language(text: str, vocabulary: Tokenizer) -> tuple[str, str]:
     return "", text
 
 
-_MARIAN = MarianTokenizer, marian_tokenizer.FILES
+_MARIAN = marian_tokenizer.MarianTokenizer, marian_tokenizer.FILES
 _PUBLISHED: dict[tuple[str, ...], tuple[type[Any], tuple[str, ...]]] = {
     (marian_tokenizer.VOCABULARY_FILE, "source.spm"): _MARIAN,
-    (hub_tokenizer.VOCABULARY_FILE,): (HubTokenizer, hub_tokenizer.FILES),
-    (m2m100_tokenizer.PIECES_FILE,): (M2M100Tokenizer, m2m100_tokenizer.FILES),
+    (hub_tokenizer.VOCABULARY_FILE,): (hub_tokenizer.HubTokenizer, hub_tokenizer.FILES),
+    (m2m100_tokenizer.PIECES_FILE,): (m2m100_tokenizer.M2M100Tokenizer, m2m100_tokenizer.FILES),
     (marian_tokenizer.VOCABULARY_FILE,): _MARIAN,
-    dictionary_tokenizer.FILES[:2]: (DictionaryTokenizer, dictionary_tokenizer.FILES),
+    dictionary_tokenizer.FILES[:2]: (
+        dictionary_tokenizer.DictionaryTokenizer,
+        dictionary_tokenizer.FILES,
+    ),
 }
 """The class and the files of each published vocabulary, by the files that identify it."""
 
@@ -230,8 +229,7 @@ class Tokenizers:
     def describe(self) -> str:
         """Returns the sizes of the vocabularies in words."""
         source, target = self.source.vocab_size, self.target.vocab_size
-        # An OPUS-MT vocabulary is read by two tokenizers.
-        if self.joint or self.source.fingerprint == self.target.fingerprint:
+        if self.source.fingerprint == self.target.fingerprint:
             return f"{target:,} pieces for both sides"
         return f"{source:,} source and {target:,} target pieces"
 

@@ -1,6 +1,5 @@
 """Weight maps between published models and ours, one module per model."""
 
-from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.families import (
     annotated,
     double_projection,
@@ -15,7 +14,7 @@ from flaxformer_mt.interop.families import (
     tunz,
 )
 from flaxformer_mt.interop.weight_maps.family import Family
-from flaxformer_mt.presets import canonical_family
+from flaxformer_mt.presets import find_family
 
 FAMILIES: dict[str, Family] = {
     family.name: family
@@ -48,7 +47,4 @@ def find(family: str | Family) -> Family:
         return family
     if not isinstance(family, str):
         raise TypeError(f"family must be a name or a Family, not {type(family).__name__}")
-    family = canonical_family(family)
-    if family not in FAMILIES:
-        raise UserError(f"unknown family {family!r}: choose one of {', '.join(FAMILIES)}")
-    return FAMILIES[family]
+    return find_family(family, FAMILIES)

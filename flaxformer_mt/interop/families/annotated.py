@@ -52,11 +52,6 @@ LAYERS = Layers(
 )
 
 
-def _sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
-    tables = (SOURCE, TARGET, f"{OUTPUT}.weight", f"{OUTPUT}.bias")
-    return LAYERS.sizes_of_model(checkpoint, *tables, num_heads=num_heads)
-
-
 def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     fields: dict[str, Any] = guess_tying(checkpoint, SOURCE, TARGET, f"{OUTPUT}.weight")
     # Position 1, column 2 is the sine of the second frequency, the first that depends on the base.
@@ -104,7 +99,9 @@ def _layout_of_params(arrays: Tensors, carried: Tensors) -> str:
 
 FAMILY = Family(
     name="annotated",
-    sizes=_sizes,
+    sizes=LAYERS.sizes_of_model(
+        [SOURCE], [TARGET, f"{OUTPUT}.weight", f"{OUTPUT}.bias"], free_heads=True
+    ),
     guess=_guess,
     rules=_rules,
     buffers=lambda config: sinusoid_buffers(config, TABLE, "tgt_embed.1.pe", axis=1),

@@ -103,7 +103,7 @@ def _attention(config: TransformerConfig, ours: str, theirs: str) -> list[Tensor
         _folded(f"{ours}/query", theirs, "W_q", config.num_heads),
         _folded(f"{ours}/key", theirs, "W_k", config.num_heads),
         _folded(f"{ours}/value", theirs, "W_v", config.num_heads),
-        *linear(f"{ours}/output", f"{theirs}.W_o", bias=True),
+        *linear(f"{ours}/output", f"{theirs}.W_o"),
     ]
 
 

@@ -17,14 +17,7 @@ import numpy as np
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
-from flaxformer_mt.interop.weight_maps.family import (
-    Buffer,
-    Family,
-    activation_of_settings,
-    check_supported,
-    fields_of_settings,
-    guess_tying,
-)
+from flaxformer_mt.interop.weight_maps import family
 from flaxformer_mt.interop.weight_maps.layers import Layers, stack_norms
 from flaxformer_mt.interop.weight_maps.rules import TensorRule, embeddings, same
 
@@ -87,11 +80,6 @@ LAYERS = layers("")
 _SUPPORTED = {"cross_self_attention": (False, None), "no_cross_attention": (False, None)}
 
 
-def _sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
-    target = [name for name in (TARGET, OUTPUT) if name in checkpoint.tensors] or [TARGET]
-    return LAYERS.sizes_of_model(checkpoint, SOURCE, *target)
-
-
 def _options(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the model's options by their older, flat names: {"encoder_attention_heads": 8}."""
 
@@ -111,12 +99,12 @@ def _options(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     tensors, options = checkpoint.tensors, _options(checkpoint.settings)
     check_equal_heads(options)
-    check_supported(options, _SUPPORTED)
+    family.check_supported(options, _SUPPORTED)
     has_final_norm = checkpoint.has_any(".layer_norm.weight")
     pre_norm = options.get("encoder_normalize_before", has_final_norm)
-    check_supported(options, {"decoder_normalize_before": (pre_norm,)})
+    family.check_supported(options, {"decoder_normalize_before": (pre_norm,)})
     fields: dict[str, Any] = {
-        **guess_tying(checkpoint, SOURCE, TARGET, OUTPUT if OUTPUT in tensors else None),
+        **family.guess_tying(checkpoint, SOURCE, TARGET, OUTPUT if OUTPUT in tensors else None),
         "norm_position": "pre" if pre_norm else "post",
         "final_norm": has_final_norm,
         "embedding_norm": checkpoint.has_any(".layernorm_embedding.weight"),
@@ -129,37 +117,33 @@ def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
         fields["position_kind"] = "none"
     # The older name counts where the newer one is 0.
     rate = options.get("activation_dropout") or options.get("relu_dropout")
-    fields |= fields_of_settings(
+    fields |= family.fields_of_settings(
         {**options, "activation_dropout": rate} if rate else options, _FIELDS_OF_OPTIONS
     )
-    fields |= activation_of_settings(options, "activation_fn", _ACTIVATIONS)
+    fields |= family.activation_of_settings(options, "activation_fn", _ACTIVATIONS)
     if "no_scale_embedding" in options:
         fields["scale_embeddings"] = not options["no_scale_embedding"]
     return fields
 
 
 def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
-    learned_positions = [
-        same("source_positions/embedding", "encoder.embed_positions.weight"),
-        same("target_positions/embedding", "decoder.embed_positions.weight"),
-    ]
-    embedding_norms = stack_norms("embedding_norm", "{stack}.layernorm_embedding")
     return [
         *embeddings(config, SOURCE, TARGET, OUTPUT),
-        *(learned_positions if config.position_kind == "learned" else []),
-        *(embedding_norms if config.embedding_norm else []),
+        same("source_positions/embedding", "encoder.embed_positions.weight"),
+        same("target_positions/embedding", "decoder.embed_positions.weight"),
+        *stack_norms("embedding_norm", "{stack}.layernorm_embedding"),
         *LAYERS.rules(config),
-        *(stack_norms("final_norm", "{stack}.layer_norm") if config.final_norm else []),
+        *stack_norms("final_norm", "{stack}.layer_norm"),
     ]
 
 
-def _buffers(config: TransformerConfig) -> list[Buffer]:
+def _buffers(config: TransformerConfig) -> list[family.Buffer]:
     values = {"version": 3.0}
     if config.position_kind == "sinusoidal":
         # Without meaning: older versions read the dtype of their positions from it.
         values["embed_positions._float_tensor"] = 0.0
     return [
-        Buffer(f"{stack}.{name}", functools.partial(_scalar, value), rows=1, exact=False)
+        family.Buffer(f"{stack}.{name}", functools.partial(_scalar, value), rows=1, exact=False)
         for stack in ("encoder", "decoder")
         for name, value in values.items()
     ]
@@ -174,9 +158,9 @@ def _omitted(config: TransformerConfig) -> frozenset[str]:
     return frozenset(output | {buffer.name for buffer in _buffers(config)})
 
 
-FAMILY = Family(
+FAMILY = family.Family(
     name="fairseq",
-    sizes=_sizes,
+    sizes=LAYERS.sizes_of_model([SOURCE], [TARGET, OUTPUT]),
     also_reads="its options (args or cfg) and dictionaries",
     guess=_guess,
     rules=_rules,

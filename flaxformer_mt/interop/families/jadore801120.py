@@ -10,14 +10,7 @@ from typing import Any
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
-from flaxformer_mt.interop.weight_maps.family import (
-    TYINGS,
-    Buffer,
-    Family,
-    fields_of_settings,
-    guess_tying,
-    sinusoid_buffers,
-)
+from flaxformer_mt.interop.weight_maps import family
 from flaxformer_mt.interop.weight_maps.layers import Layers, stack_norms
 from flaxformer_mt.interop.weight_maps.rules import TensorRule, embeddings
 
@@ -50,14 +43,10 @@ _FIELDS_OF_SETTINGS = {
 }
 
 
-def _sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
-    return LAYERS.sizes_of_model(checkpoint, SOURCE, TARGET, OUTPUT, num_heads=num_heads)
-
-
 def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     settings = checkpoint.settings
-    fields: dict[str, Any] = guess_tying(checkpoint, SOURCE, TARGET, OUTPUT)
-    fields |= fields_of_settings(settings, _FIELDS_OF_SETTINGS)
+    fields: dict[str, Any] = family.guess_tying(checkpoint, SOURCE, TARGET, OUTPUT)
+    fields |= family.fields_of_settings(settings, _FIELDS_OF_SETTINGS)
     if fields.get("pad_id") == 1:  # Its vocabularies begin with <unk>, <blank>, <s>, </s>.
         fields |= {"bos_id": 2, "eos_id": 3}
     source, target = (settings.get(f"{side}_pad_idx") for side in ("src", "trg"))
@@ -65,7 +54,7 @@ def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
         raise UserError(f"sources are padded with {source} and targets with {target}: unsupported")
     if {"proj_share_weight", "embs_share_weight"} <= settings.keys():
         ties = (bool(settings["embs_share_weight"]), bool(settings["proj_share_weight"]))
-        fields["tie_embeddings"] = TYINGS[ties]
+        fields["tie_embeddings"] = family.TYINGS[ties]
     if "scale_emb_or_prj" in settings:
         scales = fields["tie_embeddings"] in ("all", "target_output")
         fields["scale_embeddings"] = scales and settings["scale_emb_or_prj"] == "emb"
@@ -81,14 +70,14 @@ def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
     ]
 
 
-def _buffers(config: TransformerConfig) -> list[Buffer]:
+def _buffers(config: TransformerConfig) -> list[family.Buffer]:
     names = (f"{stack}.position_enc.pos_table" for stack in ("encoder", "decoder"))
-    return sinusoid_buffers(config, *names, rows=200, axis=1)
+    return family.sinusoid_buffers(config, *names, rows=200, axis=1)
 
 
-FAMILY = Family(
+FAMILY = family.Family(
     name="jadore801120",
-    sizes=_sizes,
+    sizes=LAYERS.sizes_of_model([SOURCE], [TARGET, OUTPUT], free_heads=True),
     also_reads="its options (settings) and vocabularies",
     guess=_guess,
     rules=_rules,

@@ -10,7 +10,7 @@ Fields that do not follow from shapes are read from the settings, which are thos
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.interop.families import marian
 from flaxformer_mt.interop.families.fairseq import LAYER_ORDER
-from flaxformer_mt.interop.families.mbart import IGNORED, TABLES, sizes
+from flaxformer_mt.interop.families.mbart import IGNORED, TABLES
 from flaxformer_mt.interop.weight_maps.family import Family
 from flaxformer_mt.interop.weight_maps.layers import stack_norms
 from flaxformer_mt.interop.weight_maps.rules import TensorRule, tied
@@ -26,7 +26,7 @@ def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
 
 FAMILY = Family(
     name="m2m100",
-    sizes=sizes,
+    sizes=marian.LAYERS.sizes_of_model(TABLES, TABLES),
     also_reads="config.json and vocabularies",
     guess=lambda checkpoint: marian.fields_of_config(checkpoint.settings),
     rules=_rules,

@@ -14,14 +14,7 @@ from typing import Any
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
 from flaxformer_mt.interop.families import fairseq
-from flaxformer_mt.interop.weight_maps.family import (
-    TYINGS,
-    Buffer,
-    Family,
-    activation_of_settings,
-    fields_of_settings,
-    sinusoids,
-)
+from flaxformer_mt.interop.weight_maps import family
 from flaxformer_mt.interop.weight_maps.rules import TensorRule, embeddings, row, tied
 
 SHARED = "model.shared.weight"
@@ -59,25 +52,12 @@ ACTIVATIONS = {
 }
 
 
-def _sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
-    def present(*witnesses: tuple[str, int]) -> list[tuple[str, int]]:
-        return [pair for pair in witnesses if pair[0] in checkpoint.tensors] or [witnesses[0]]
-
-    return {
-        "source_vocab_size": checkpoint.size(*present((SOURCE, 0), (SHARED, 0))),
-        "target_vocab_size": checkpoint.size(
-            *present((TARGET, 0), (SHARED, 0), (OUTPUT, 0), (BIAS, 1))
-        ),
-        **LAYERS.sizes(checkpoint),
-    }
-
-
 def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     tensors, settings = checkpoint.tensors, checkpoint.settings
     ties_source = SHARED in tensors or checkpoint.same(SOURCE, TARGET)
     target = TARGET if TARGET in tensors else SHARED
     ties_output = OUTPUT not in tensors or checkpoint.same(OUTPUT, target)
-    fields: dict[str, Any] = {"tie_embeddings": TYINGS[ties_source, ties_output]}
+    fields: dict[str, Any] = {"tie_embeddings": family.TYINGS[ties_source, ties_output]}
     if TABLES[0] in tensors:
         fields["max_length"] = checkpoint.size((TABLES[0], 0))
     return fields | fields_of_config(settings)
@@ -87,8 +67,8 @@ def fields_of_config(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the configuration fields that `config.json` has."""
     fairseq.check_equal_heads(settings)
     return {
-        **fields_of_settings(settings, FIELDS_OF_SETTINGS),
-        **activation_of_settings(settings, "activation_function", ACTIVATIONS),
+        **family.fields_of_settings(settings, FIELDS_OF_SETTINGS),
+        **family.activation_of_settings(settings, "activation_function", ACTIVATIONS),
     }
 
 
@@ -104,9 +84,11 @@ def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
     return [*_embeddings(config), row("output/bias", BIAS), *LAYERS.rules(config)]
 
 
-def _buffers(config: TransformerConfig) -> list[Buffer]:
-    table = sinusoids(config)
-    return [Buffer(name, table, rows=config.max_length, is_parameter=True) for name in TABLES]
+def _buffers(config: TransformerConfig) -> list[family.Buffer]:
+    table = family.sinusoids(config)
+    return [
+        family.Buffer(name, table, rows=config.max_length, is_parameter=True) for name in TABLES
+    ]
 
 
 def _omitted(config: TransformerConfig) -> frozenset[str]:
@@ -118,9 +100,9 @@ def _omitted(config: TransformerConfig) -> frozenset[str]:
     return frozenset(names)
 
 
-FAMILY = Family(
+FAMILY = family.Family(
     name="marian",
-    sizes=_sizes,
+    sizes=LAYERS.sizes_of_model([SOURCE, SHARED], [TARGET, SHARED, OUTPUT]),
     also_reads="config.json and vocabularies",
     guess=_guess,
     rules=_rules,

@@ -4,7 +4,7 @@ Names and options are those of Marian, src/models/transformer.h: layer numbers i
 1, and biases have the shape [1, D]. Decoding starts from a zero vector. There is no padding token.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
@@ -12,12 +12,7 @@ import yaml
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
-from flaxformer_mt.interop.weight_maps.family import (
-    TYINGS,
-    Family,
-    activation_of_settings,
-    check_supported,
-)
+from flaxformer_mt.interop.weight_maps import family
 from flaxformer_mt.interop.weight_maps.layers import Layers, stack_norms
 from flaxformer_mt.interop.weight_maps.rules import TensorRule, embeddings, row, same
 from flaxformer_mt.model.transformer import ZERO_VECTOR
@@ -74,7 +69,7 @@ _FIELDS_OF_OPTIONS = {
 # In the names below, "*" stands for "W" or "b", and in those of norms for "scale" or "bias".
 
 
-def _linear(ours: str, theirs: str, bias: bool = True) -> list[TensorRule]:
+def _linear(ours: str, theirs: str) -> list[TensorRule]:
     return [
         same(f"{ours}/kernel", theirs.replace("*", "W")),
         row(f"{ours}/bias", theirs.replace("*", "b")),
@@ -117,19 +112,13 @@ def _recurrence(suffix: str) -> list[TensorRule]:
 def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
     # Marian marks pre-norms in their names.
     suffix = "_pre" if config.norm_position == "pre" else ""
-    layers = _layers(suffix).rules(config)
-    if config.decoder_kind == "ssru":
-        self_attention = "decoder/layers/self_attention"
-        layers = [rule for rule in layers if not rule.ours[0].startswith(self_attention)]
-        layers += _recurrence(suffix)
-    embedding_norms = stack_norms("embedding_norm", "{stack}_emb_ln_*_pre", _norm)
-    final_norms = stack_norms("final_norm", "{stack}_top_ln_*", _norm)
     return [
         *_embeddings(config, layout),
-        *([row("output/bias", BIAS)] if config.output_bias else []),
-        *layers,
-        *(embedding_norms if config.embedding_norm else []),
-        *(final_norms if config.final_norm else []),
+        row("output/bias", BIAS),
+        *_layers(suffix).rules(config),
+        *_recurrence(suffix),
+        *stack_norms("embedding_norm", "{stack}_emb_ln_*_pre", _norm),
+        *stack_norms("final_norm", "{stack}_top_ln_*", _norm),
     ]
 
 
@@ -142,17 +131,12 @@ def _embeddings(config: TransformerConfig, layout: str) -> list[TensorRule]:
     return [*embeddings(config, source, target, None), same("output/kernel", LEGACY_OUTPUT)]
 
 
-def _layout(names: Collection[str]) -> str:
-    return LEGACY_OUTPUT if LEGACY_OUTPUT in names else OUTPUT
-
-
 def _sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
-    tables = [name for name in (SHARED, SOURCE, TARGET) if name in checkpoint.tensors] or [SHARED]
     hidden, narrow = "encoder_l1_ffn_W1", "encoder_l1_ffn_W2"
     return {
-        "source_vocab_size": checkpoint.size((tables[0], 0)),
-        "target_vocab_size": checkpoint.size((tables[-1], 0)),
-        "d_model": checkpoint.size((tables[0], 1), (hidden, 0), (narrow, 1)),
+        "source_vocab_size": checkpoint.size((SHARED, 0), (SOURCE, 0)),
+        "target_vocab_size": checkpoint.size((SHARED, 0), (TARGET, 0)),
+        "d_model": checkpoint.size((SHARED, 1), (SOURCE, 1), (hidden, 0), (narrow, 1)),
         "d_ff": checkpoint.size((hidden, 1), ("encoder_l1_ffn_b1", 1), (narrow, 0)),
         "num_encoder_layers": checkpoint.num_layers("encoder_l", "_", first=1),
         "num_decoder_layers": checkpoint.num_layers("decoder_l", "_", first=1),
@@ -161,16 +145,16 @@ def _sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
 
 def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     options = checkpoint.settings
-    check_supported(options, _SUPPORTED, _spelled)
+    family.check_supported(options, _SUPPORTED, _spelled)
     is_recurrent = options.get("transformer-decoder-autoreg") == "rnn"
     if is_recurrent:
-        check_supported(options, _RECURRENT, _spelled)
+        family.check_supported(options, _RECURRENT, _spelled)
     source_vocabulary, target_vocabulary = _vocabulary_sizes(options)
     ties_source = _is_on(options, "tied-embeddings-all") or _is_on(options, "tied-embeddings-src")
     ties_output = _is_on(options, "tied-embeddings-all") or _is_on(options, "tied-embeddings")
     return {
         **{ours: _number(options, theirs) for theirs, ours in _FIELDS_OF_OPTIONS.items()},
-        **activation_of_settings(options, "transformer-ffn-activation", _ACTIVATIONS),
+        **family.activation_of_settings(options, "transformer-ffn-activation", _ACTIVATIONS),
         "source_vocab_size": source_vocabulary,
         "target_vocab_size": target_vocabulary,
         "decoder_kind": "ssru" if is_recurrent else "attention",
@@ -178,7 +162,7 @@ def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
         "embedding_norm": _has_norm(options, "transformer-postprocess-emb"),
         "final_norm": _has_norm(options, "transformer-postprocess-top"),
         "output_bias": not _is_on(options, "output-omit-bias"),
-        "tie_embeddings": TYINGS[ties_source, ties_output],
+        "tie_embeddings": family.TYINGS[ties_source, ties_output],
     }
 
 
@@ -259,7 +243,7 @@ def _preset(**overrides: Any) -> TransformerConfig:
     return TransformerConfig(**values | overrides)
 
 
-FAMILY = Family(
+FAMILY = family.Family(
     name=NAME,
     sizes=_sizes,
     guess=_guess,
@@ -268,7 +252,7 @@ FAMILY = Family(
         "activation", "decoder_kind", "embedding_norm", "final_norm", "norm_position",
         "output_bias", "tie_embeddings",
     }),
-    layout_of_tensors=_layout,
+    layout_of_tensors=lambda names: LEGACY_OUTPUT if LEGACY_OUTPUT in names else OUTPUT,
     layout_of_params=lambda arrays, carried: OUTPUT,
     preset=_preset,
 )  # fmt: skip

@@ -30,17 +30,6 @@ _UNUSED_POSITIONS = 2
 """Rows at the beginning of the position tables that nothing reads."""
 
 
-def sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
-    """Returns the fields that follow from the tensors' shapes."""
-    present = [(name, 0) for name in TABLES if name in checkpoint.tensors]
-    rows = checkpoint.size(*present or [(SHARED, 0)])
-    return {
-        "source_vocab_size": rows,
-        "target_vocab_size": rows,
-        **LAYERS.sizes(checkpoint),
-    }
-
-
 def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     has_final_norm = checkpoint.has_any(".encoder.layer_norm.weight")
     tables = [(f"model.{stack}.{POSITIONS}", 0) for stack in ("encoder", "decoder")]
@@ -58,13 +47,13 @@ def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
         same("target_positions/embedding", f"model.decoder.{POSITIONS}"),
         *stack_norms("embedding_norm", "model.{stack}.layernorm_embedding"),
         *LAYERS.rules(config),
-        *(stack_norms("final_norm", "model.{stack}.layer_norm") if config.final_norm else []),
+        *stack_norms("final_norm", "model.{stack}.layer_norm"),
     ]
 
 
 FAMILY = Family(
     name="mbart",
-    sizes=sizes,
+    sizes=LAYERS.sizes_of_model(TABLES, TABLES),
     also_reads="config.json and vocabularies",
     guess=_guess,
     rules=_rules,

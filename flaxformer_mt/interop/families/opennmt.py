@@ -17,15 +17,7 @@ import numpy as np
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
-from flaxformer_mt.interop.weight_maps.family import (
-    Buffer,
-    Family,
-    activation_of_settings,
-    check_supported,
-    fields_of_settings,
-    guess_tying,
-    sinusoid_buffers,
-)
+from flaxformer_mt.interop.weight_maps import family
 from flaxformer_mt.interop.weight_maps.layers import Layers, stack_norms
 from flaxformer_mt.interop.weight_maps.rules import TensorRule, embeddings, same, tied
 
@@ -55,15 +47,11 @@ _SUPPORTED = {"parallel_residual": (False, None), "sliding_window": (0, None)}
 _DROPOUT_OPTIONS = {"dropout": "dropout_rate", "attention_dropout": "attention_dropout_rate"}
 
 
-def _sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
-    return LAYERS.sizes_of_model(checkpoint, SOURCE, TARGET, OUTPUT, "generator.bias")
-
-
 def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     options = checkpoint.settings
-    check_supported(options, _SUPPORTED)
+    family.check_supported(options, _SUPPORTED)
     fields: dict[str, Any] = {
-        **guess_tying(checkpoint, SOURCE, TARGET, OUTPUT),
+        **family.guess_tying(checkpoint, SOURCE, TARGET, OUTPUT),
         "qkv_bias": checkpoint.has_any(".linear_query.bias"),
         "attention_output_bias": checkpoint.has_any(".final_linear.bias"),
         "feed_forward_bias": checkpoint.has_any(".w_1.bias"),
@@ -80,14 +68,14 @@ def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
         second = checkpoint.tensors[TABLE][1, 0, 1]
         is_cosine = np.isclose(second, np.cos(1.0), rtol=0, atol=1e-5)
         fields["position_layout"] = "interleaved" if is_cosine else "concatenated"
-    fields |= fields_of_settings(options, _FIELDS_OF_OPTIONS)
-    fields |= activation_of_settings(
+    fields |= family.fields_of_settings(options, _FIELDS_OF_OPTIONS)
+    fields |= family.activation_of_settings(
         options, "pos_ffn_activation_fn", {"relu": "relu", "gelu": "gelu"}
     )
     # A rate may be a list with one value per stage of training.
     return fields | {
         name: rate[-1] if isinstance(rate, list) else rate
-        for name, rate in fields_of_settings(options, _DROPOUT_OPTIONS).items()
+        for name, rate in family.fields_of_settings(options, _DROPOUT_OPTIONS).items()
     }
 
 
@@ -117,23 +105,20 @@ def _attention_positions(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
 
 
 def _position_biases(config: TransformerConfig) -> list[TensorRule]:
-    if config.position_kind != "t5_relative":
-        return []
     stacks = {
         "encoder": (LAYERS.encoder + BUCKETS, config.num_encoder_layers),
         "decoder": (LAYERS.decoder + BUCKETS, config.num_decoder_layers),
     }
-    if config.relative_position_sharing == "layer":
-        return [
-            same(f"{stack}/layers/position_bias/embedding", theirs)
-            for stack, (theirs, _) in stacks.items()
-        ]
     return [
-        tied(
-            f"{stack}/position_bias/embedding",
-            *(theirs.format(layer=layer) for layer in range(num_layers)),
-        )
+        rule
         for stack, (theirs, num_layers) in stacks.items()
+        for rule in (
+            same(f"{stack}/layers/position_bias/embedding", theirs),
+            tied(
+                f"{stack}/position_bias/embedding",
+                *(theirs.format(layer=layer) for layer in range(num_layers)),
+            ),
+        )
     ]
 
 
@@ -147,15 +132,15 @@ def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
     ]
 
 
-def _buffers(config: TransformerConfig) -> list[Buffer]:
+def _buffers(config: TransformerConfig) -> list[family.Buffer]:
     if config.position_kind != "sinusoidal":
         return []
-    return sinusoid_buffers(config, TABLE, TABLE.replace("encoder", "decoder"))
+    return family.sinusoid_buffers(config, TABLE, TABLE.replace("encoder", "decoder"))
 
 
-FAMILY = Family(
+FAMILY = family.Family(
     name="opennmt",
-    sizes=_sizes,
+    sizes=LAYERS.sizes_of_model([SOURCE], [TARGET, OUTPUT, "generator.bias"]),
     also_reads="its options (opt) and vocabularies (vocab)",
     guess=_guess,
     rules=_rules,

@@ -48,10 +48,6 @@ ACTIVATIONS = {
 """Our activation for each `feed_forward_proj`."""
 
 
-def _norm(ours: str, theirs: str) -> list[TensorRule]:
-    return [same(f"{ours}/scale", f"{theirs}.weight")]
-
-
 def _feed_forward(gated: bool, index: int) -> dict[str, str]:
     names = {"hidden": "wi_0", "gate": "wi_1"} if gated else {"hidden": "wi"}
     return {
@@ -76,22 +72,18 @@ def _layers(gated: bool) -> Layers:
         },
         encoder_modules=_feed_forward(gated, index=1),
         projections=(".q", ".k", ".v", ".o"),
-        norm=_norm,
     )
 
 
 def _sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
     layers = _layers(checkpoint.has_any(".wi_0.weight"))
-    table = [(name, 0) for name in (SHARED, SOURCE, TARGET) if name in checkpoint.tensors]
-    rows = checkpoint.size(*table or [(SHARED, 0)])
+    tables = (SHARED, SOURCE, TARGET)
     return {
-        "source_vocab_size": rows,
-        "target_vocab_size": rows,
         "head_dim": layers.key_width(checkpoint, num_heads),
         "relative_position_buckets": checkpoint.size(
             *((BUCKETS.format(stack=stack), 0) for stack in ("encoder", "decoder"))
         ),
-        **layers.sizes(checkpoint),
+        **layers.sizes_of_model(tables, tables)(checkpoint, num_heads),
     }
 
 
@@ -134,11 +126,8 @@ def _activation(settings: Mapping[str, Any], gated: bool) -> dict[str, str]:
 
 def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
     tables = [SHARED, SOURCE, TARGET]
-    output = []
     if config.shares_target_and_output:
         tables.append(OUTPUT)
-    else:
-        output = [transposed("output/kernel", OUTPUT)]
     positions = {
         stack: same(f"{stack}/position_bias/embedding", BUCKETS.format(stack=stack))
         for stack in ("encoder", "decoder")
@@ -147,10 +136,10 @@ def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
         positions["decoder"] = unused(positions["decoder"], _UNREAD)
     return [
         tied("target_embedding/embedding", *tables),
-        *output,
+        transposed("output/kernel", OUTPUT),
         *positions.values(),
         *_layers(config.feed_forward_gate).rules(config),
-        *stack_norms("final_norm", "{stack}.final_layer_norm", _norm),
+        *stack_norms("final_norm", "{stack}.final_layer_norm"),
     ]
 
 

@@ -12,16 +12,9 @@ from typing import Any
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
-from flaxformer_mt.interop.weight_maps.family import Buffer, Family, guess_tying, sinusoid_buffers
+from flaxformer_mt.interop.weight_maps import rules
+from flaxformer_mt.interop.weight_maps.family import Family, guess_tying, sinusoid_buffers
 from flaxformer_mt.interop.weight_maps.layers import Layers, stack_norms
-from flaxformer_mt.interop.weight_maps.rules import (
-    TensorRule,
-    embeddings,
-    linear,
-    packed,
-    same,
-    transposed,
-)
 
 SOURCE = "src_tok_emb.embedding.weight"
 TARGET = "tgt_tok_emb.embedding.weight"
@@ -56,41 +49,36 @@ def _sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
     if _is_bare(checkpoint):
         no_tokens = {"source_vocab_size": 0, "target_vocab_size": 0}
         return no_tokens | _layers(bare=True).sizes(checkpoint)
-    tables = (SOURCE, TARGET, OUTPUT, "generator.bias")
-    return _layers(bare=False).sizes_of_model(checkpoint, *tables)
+    sizes = _layers(bare=False).sizes_of_model([SOURCE], [TARGET, OUTPUT, "generator.bias"])
+    return sizes(checkpoint, num_heads)
 
 
 def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     return {} if _is_bare(checkpoint) else guess_tying(checkpoint, SOURCE, TARGET, OUTPUT)
 
 
-def _attention(config: TransformerConfig, ours: str, theirs: str) -> list[TensorRule]:
+def _attention(config: TransformerConfig, ours: str, theirs: str) -> list[rules.TensorRule]:
     projections = [f"{ours}/{name}" for name in ("query", "key", "value")]
     kernels = [f"{path}/kernel" for path in projections]
     biases = [f"{path}/bias" for path in projections]
     return [
-        packed(kernels, f"{theirs}.in_proj_weight", transposed),
-        packed(biases, f"{theirs}.in_proj_bias", same),
-        *linear(f"{ours}/output", f"{theirs}.out_proj", bias=True),
+        rules.packed(kernels, f"{theirs}.in_proj_weight", rules.transposed),
+        rules.packed(biases, f"{theirs}.in_proj_bias", rules.same),
+        *rules.linear(f"{ours}/output", f"{theirs}.out_proj"),
     ]
 
 
-def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
+def _rules(config: TransformerConfig, layout: str) -> list[rules.TensorRule]:
     bare = not config.target_vocab_size
     outside_of_stacks = [
-        *embeddings(config, SOURCE, TARGET, OUTPUT),
-        same("output/bias", "generator.bias"),
+        *rules.embeddings(config, SOURCE, TARGET, OUTPUT),
+        rules.same("output/bias", "generator.bias"),
     ]
-    final_norms = stack_norms("final_norm", f"{'' if bare else 'transformer.'}{{stack}}.norm")
     return [
         *([] if bare else outside_of_stacks),
         *_layers(bare).rules(config),
-        *(final_norms if config.final_norm else []),
+        *stack_norms("final_norm", f"{'' if bare else 'transformer.'}{{stack}}.norm"),
     ]
-
-
-def _buffers(config: TransformerConfig) -> list[Buffer]:
-    return sinusoid_buffers(config, TABLE) if config.target_vocab_size else []
 
 
 FAMILY = Family(
@@ -98,7 +86,7 @@ FAMILY = Family(
     sizes=_sizes,
     guess=_guess,
     rules=_rules,
-    buffers=_buffers,
+    buffers=lambda config: sinusoid_buffers(config, TABLE) if config.target_vocab_size else [],
     open_switches=frozenset({
         "norm_position", "norm_epsilon", "final_norm", "activation", "position_base",
         "scale_embeddings", "tie_embeddings",

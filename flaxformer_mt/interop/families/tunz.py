@@ -13,7 +13,7 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
 from flaxformer_mt.interop.weight_maps.family import Buffer, Family, guess_tying
 from flaxformer_mt.interop.weight_maps.layers import Layers, stack_norms
-from flaxformer_mt.interop.weight_maps.rules import TensorRule, embeddings, norm, unused
+from flaxformer_mt.interop.weight_maps.rules import TensorRule, embeddings, unused
 
 SOURCE = "i_vocab_embedding.weight"
 TARGET = "t_vocab_embedding.weight"
@@ -54,14 +54,14 @@ def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
 
 
 def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
-    source = SOURCE if config.has_inputs else None
-    final_norms = norm("decoder/final_norm", "decoder.last_norm")
     layers = LAYERS.rules(config)
-    if config.has_inputs:
-        final_norms = stack_norms("final_norm", "{stack}.last_norm")
-    else:
+    if not config.has_inputs:
         layers = [_with_unused(rule) for rule in layers]
-    return [*embeddings(config, source, TARGET, None), *layers, *final_norms]
+    return [
+        *embeddings(config, SOURCE, TARGET, None),
+        *layers,
+        *stack_norms("final_norm", "{stack}.last_norm"),
+    ]
 
 
 def _with_unused(rule: TensorRule) -> TensorRule:

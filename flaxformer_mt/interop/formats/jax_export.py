@@ -27,7 +27,7 @@ from flaxformer_mt.data.tokenizers.marian_tokenizer import CLEANED, MarianTokeni
 from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer
 from flaxformer_mt.decoding.search.options import forbidden_token_ids
-from flaxformer_mt.errors import UserError, prefixed
+from flaxformer_mt.errors import UserError, prefixed, requiring
 from flaxformer_mt.interop import array_files
 from flaxformer_mt.interop.formats.bundle import ModelBundle
 from flaxformer_mt.interop.weight_maps.mapping import by_path, model_params
@@ -59,12 +59,8 @@ def write(bundle: ModelBundle, folder: Path, accepted: Collection[str] = ()) -> 
     `metadata.json` with vocabularies, special tokens and versions, `server.py`, and `recipe`, for
     `read`. UserError if the model has no encoder, or flatbuffers is not installed.
     """
-    try:
+    with requiring("jax.export", "'flaxformer_mt[export]'", "flatbuffers"):
         import flatbuffers  # noqa: F401
-    except ImportError as error:
-        raise UserError(
-            "jax.export needs flatbuffers: pip install 'flaxformer_mt[export]'"
-        ) from error
     model, params = bundle.config.model, model_params(bundle.params)
     if not model.has_inputs:
         raise UserError("model.has_inputs=False: a language model has no source to encode")

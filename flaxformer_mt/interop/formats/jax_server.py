@@ -129,10 +129,8 @@ class Model:
         return min(facts["max_length"] or by_source, facts["longest"])
 
     def _padded(self, length: int) -> int:
-        padded = SHORTEST
-        while padded < length:
-            padded *= 2
-        return min(padded, self.facts["longest"])
+        power_of_two = 1 << (length - 1).bit_length()
+        return min(max(SHORTEST, power_of_two), self.facts["longest"])
 
 
 class Text:

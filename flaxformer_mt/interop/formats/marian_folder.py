@@ -56,7 +56,10 @@ def read(
     """
     files = find(path)
     config, params = load(files.model, **overrides or {})
-    tokenizers = _read_vocabularies(files, config)
+    source = target = _read_vocabulary(files.source, config.source_vocab_size)
+    if files.source != files.target:
+        target = _read_vocabulary(files.target, config.target_vocab_size)
+    tokenizers = Tokenizers(source, target)
     data = DataConfig(
         vocab_size=config.target_vocab_size,
         joint_vocabulary=tokenizers.joint,
@@ -146,13 +149,6 @@ def _only_vocabularies(folder: Path) -> tuple[Path, Path]:
                 f"{folder} has {len(others)} vocabularies (.spm), and no YAML file that names the "
                 "model's: name them vocab.spm, or source.spm and target.spm"
             )
-
-
-def _read_vocabularies(files: MarianFiles, config: TransformerConfig) -> Tokenizers:
-    source = _read_vocabulary(files.source, config.source_vocab_size)
-    if files.source == files.target:
-        return Tokenizers(source, source)
-    return Tokenizers(source, _read_vocabulary(files.target, config.target_vocab_size))
 
 
 def _read_vocabulary(path: Path, size: int) -> SentencePieceTokenizer:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flax.traverse_util import unflatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from flaxformer_mt.config import to_dict
 from flaxformer_mt.config.fields import MAX_INTEGER
@@ -21,7 +21,6 @@ from flaxformer_mt.interop.weight_maps import mapping
 from flaxformer_mt.interop.weight_maps.adam_state import AdamState, TrainingState
 from flaxformer_mt.interop.weight_maps.checkpoints import error_context
 from flaxformer_mt.interop.weight_maps.family import Family
-from flaxformer_mt.interop.weight_maps.mapping import CARRIED
 from flaxformer_mt.interop.weight_maps.validation import check_params
 from flaxformer_mt.presets import canonical_family
 from flaxformer_mt.runs import parameter_file
@@ -76,8 +75,8 @@ def _require_known(tensors: Tensors, state: TrainingState, family: str) -> None:
     if state.adam is not None:
         trees += [state.adam.mean, state.adam.variance]
         moments = (f"{ADAM}mean/", f"{ADAM}variance/")
-    carried = {name for tree in trees for name in tree.get(CARRIED, {})}
-    unknown = [f"{CARRIED}/{name}" for name in sorted(carried - known)]
+    carried = {name for tree in trees for name in tree.get(mapping.CARRIED, {})}
+    unknown = [f"{mapping.CARRIED}/{name}" for name in sorted(carried - known)]
     unknown += [name for name in tensors if name.startswith(ADAM) and not name.startswith(moments)]
     if unknown:
         raise UserError(f"tensor {unknown[0]} is unexpected: nothing in the model has it")
@@ -85,7 +84,7 @@ def _require_known(tensors: Tensors, state: TrainingState, family: str) -> None:
 
 def _names(family: Family, state: TrainingState) -> set[str]:
     """Returns the names of all tensors that a family has for a model."""
-    arrays, carried = mapping.by_path(state.params), state.params.get(CARRIED, {})
+    arrays, carried = mapping.by_path(state.params), state.params.get(mapping.CARRIED, {})
     rules = family.rules(state.config, family.layout_of_params(arrays, carried))
     names = {buffer.name for buffer in family.buffers(state.config)}
     for _, _, _, theirs in mapping.WeightMap(family, state.config, rules).applications():
@@ -112,22 +111,23 @@ def _adam_of(metadata: Mapping[str, str], tensors: Tensors) -> AdamState | None:
 
 def _flatten(prefix: str, tree: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Returns arrays by path; carried tensors keep their dotted names."""
-    carried = {f"{CARRIED}/{name}": np.asarray(a) for name, a in tree.get(CARRIED, {}).items()}
-    return {f"{prefix}{path}": a for path, a in (mapping.by_path(tree) | carried).items()}
+    arrays = flatten_dict(dict(tree), sep="/")
+    return {f"{prefix}{path}": np.asarray(array) for path, array in arrays.items()}
 
 
 def _unflatten(prefix: str, tensors: Tensors) -> dict[str, Any]:
     """Inverts `_flatten`, for the tensors with this prefix."""
     own = {
-        name.removeprefix(prefix): tensor
+        _path(name.removeprefix(prefix)): tensor
         for name, tensor in tensors.items()
         if name.startswith(prefix) and (prefix or not name.startswith(ADAM))
     }
-    carried = {
-        name.removeprefix(f"{CARRIED}/"): tensor
-        for name, tensor in own.items()
-        if name.startswith(f"{CARRIED}/")
-    }
-    arrays = {name: a for name, a in own.items() if not name.startswith(f"{CARRIED}/")}
-    tree = unflatten_dict(arrays, sep="/")
-    return tree | {CARRIED: carried} if carried else tree
+    try:
+        return unflatten_dict(dict(sorted(own.items())))
+    except IndexError as error:
+        raise UserError("the name of an array is that of a group of others") from error
+
+
+def _path(name: str) -> tuple[str, ...]:
+    """Returns the keys of an array; the name of a carried tensor may contain slashes."""
+    return tuple(name.split("/", 1 if name.startswith(f"{mapping.CARRIED}/") else -1))

@@ -79,18 +79,12 @@ def unwrapped(family: Family, checkpoint: PublishedCheckpoint) -> PublishedCheck
 
 def _prefixes(names: Collection[str]) -> Iterator[str]:
     """Yields "", and then the prefixes that all names have and wrappers add, from the shortest."""
-    prefix = ""
-    while True:
+    prefix: str | None = ""
+    while prefix is not None:
         yield prefix
-        longer = (
-            prefix + each
-            for each in WRAPPER_PREFIXES
-            if names and all(name.startswith(prefix + each) for name in names)
-        )
-        following = next(longer, None)
-        if following is None:
-            return
-        prefix = following
+        longer = [prefix + each for each in WRAPPER_PREFIXES]
+        common = (each for each in longer if all(name.startswith(each) for name in names))
+        prefix = next(common, None) if names else None
 
 
 def _has_names_of(family: Family, checkpoint: PublishedCheckpoint) -> bool:

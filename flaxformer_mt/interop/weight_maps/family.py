@@ -60,7 +60,8 @@ class Family:
     """Returns the configuration fields that follow from names and shapes, given the number of
     heads."""
     rules: Callable[[TransformerConfig, str], list[TensorRule]]
-    """Returns the rules for a configuration and a layout."""
+    """Returns the rules for a configuration and a layout. Those for parameters that a model of the
+    configuration does not have, such as biases and norms, do not apply."""
     guess: Callable[[PublishedCheckpoint], dict[str, Any]] = lambda checkpoint: {}
     """Returns the fields that follow from the checkpoint's settings or from equal tensors."""
     buffers: Callable[[TransformerConfig], list[Buffer]] = lambda config: []

@@ -1,7 +1,7 @@
 """The layers of a published model: their rules and sizes, from the names of their modules."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flaxformer_mt.config import TransformerConfig
@@ -17,7 +17,7 @@ PROJECTIONS = ("query", "key", "value", "output")
 class Layers:
     """The names of the layers of both stacks.
 
-    Projections are `torch.nn.Linear`s with those biases that the configuration has.
+    Projections are `torch.nn.Linear`s, by default.
     """
 
     encoder: str
@@ -31,23 +31,20 @@ class Layers:
     """Those that are named otherwise in an encoder layer."""
     projections: tuple[str, ...] = ()
     """The ends of the names of an attention's projections, in the order of `PROJECTIONS`."""
-    linear: Callable[[str, str, bool], list[TensorRule]] = linear
-    """Returns the rules of a projection, given our path, its name, and whether it has a bias."""
+    linear: Callable[[str, str], list[TensorRule]] = linear
+    """Returns the rules of a projection, given our path and its name."""
     norm: Callable[[str, str], list[TensorRule]] = norm
     """Returns the rules of a norm, given our path and its name."""
     attention: Callable[[TransformerConfig, str, str], list[TensorRule]] | None = None
     """Returns the rules of an attention whose projections are not separate modules."""
 
     def rules(self, config: TransformerConfig) -> list[TensorRule]:
-        """Returns the rules of all layers; a model without inputs has no encoder to attend to."""
-        depths = (config.num_encoder_layers * config.has_inputs, config.num_decoder_layers)
+        """Returns the rules of all modules in both stacks, also of those that a model lacks."""
         return [
             rule
-            for stack, depth in zip(STACKS, depths, strict=True)
-            if depth
-            for ours in self.modules
-            if "cross_attention" not in ours or (stack == "decoder" and config.has_inputs)
-            for rule in self._module_rules(config, stack, ours)
+            for stack in STACKS
+            for module in self.modules
+            for rule in self._module_rules(config, stack, module)
         ]
 
     def sizes(self, checkpoint: PublishedCheckpoint) -> dict[str, Any]:
@@ -58,38 +55,39 @@ class Layers:
             "d_model": checkpoint.size(
                 (f"{hidden}.weight", 1), (f"{output}.weight", 0), (scale, 0)
             ),
-            "d_ff": checkpoint.size(*_rows(checkpoint, hidden), (f"{output}.weight", 1)),
+            "d_ff": checkpoint.size(*_rows(hidden), (f"{output}.weight", 1)),
             "num_encoder_layers": checkpoint.num_layers(self.encoder.partition("{")[0]),
             "num_decoder_layers": checkpoint.num_layers(self.decoder.partition("{")[0]),
         }
 
     def sizes_of_model(
-        self, checkpoint: PublishedCheckpoint, source: str, *target: str, num_heads: int = 0
-    ) -> dict[str, Any]:
-        """Returns `sizes` and, from tensors with one row per token, the vocabulary sizes.
+        self, source: Sequence[str], target: Sequence[str], free_heads: bool = False
+    ) -> Callable[[PublishedCheckpoint, int], dict[str, Any]]:
+        """Returns `Family.sizes` of a model: `sizes`, those of vocabularies, and of free heads.
 
-        Also the widths of heads, if these are free: then `num_heads` is given.
+        `source` and `target` are tensors with one row per token, of which a file may omit some.
         """
-        found = {
-            "source_vocab_size": checkpoint.size((source, 0)),
-            "target_vocab_size": checkpoint.size(*((name, 0) for name in target)),
-        }
-        if num_heads:
-            found["head_dim"] = self.key_width(checkpoint, num_heads)
-            found["value_dim"] = self.value_width(checkpoint, num_heads)
-        return found | self.sizes(checkpoint)
+
+        def found(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
+            fields = self.sizes(checkpoint)
+            for side, names in (("source", source), ("target", target)):
+                fields[f"{side}_vocab_size"] = checkpoint.size(*((name, 0) for name in names))
+            if free_heads:
+                fields["head_dim"] = self.key_width(checkpoint, num_heads)
+                fields["value_dim"] = self.value_width(checkpoint, num_heads)
+            return fields
+
+        return found
 
     def key_width(self, checkpoint: PublishedCheckpoint, num_heads: int) -> int:
         """Returns the width of a head's queries and keys."""
         query, key, _, _ = self._first_projections()
-        rows = checkpoint.size(*_rows(checkpoint, query), (f"{key}.weight", 0))
-        return head_width(rows, num_heads)
+        return head_width(checkpoint.size(*_rows(query), (f"{key}.weight", 0)), num_heads)
 
     def value_width(self, checkpoint: PublishedCheckpoint, num_heads: int) -> int:
         """Returns the width of a head's values."""
         *_, value, output = self._first_projections()
-        rows = checkpoint.size(*_rows(checkpoint, value), (f"{output}.weight", 1))
-        return head_width(rows, num_heads)
+        return head_width(checkpoint.size(*_rows(value), (f"{output}.weight", 1)), num_heads)
 
     def _module_rules(self, config: TransformerConfig, stack: str, module: str) -> list[TensorRule]:
         name = self.modules[module]
@@ -99,17 +97,13 @@ class Layers:
         if ours.endswith("norm"):
             return self.norm(ours, theirs)
         if not ours.endswith("attention"):
-            return self.linear(ours, theirs, config.feed_forward_bias)
+            return self.linear(ours, theirs)
         if self.attention is not None:
             return self.attention(config, ours, theirs)
         return [
             rule
             for part, name in zip(PROJECTIONS, self.projections, strict=True)
-            for rule in self.linear(
-                f"{ours}/{part}",
-                theirs + name,
-                config.attention_output_bias if part == "output" else config.qkv_bias,
-            )
+            for rule in self.linear(f"{ours}/{part}", theirs + name)
         ]
 
     def _first(self, module: str) -> str:
@@ -119,10 +113,9 @@ class Layers:
         return [self._first("self_attention") + name for name in self.projections]
 
 
-def _rows(checkpoint: PublishedCheckpoint, name: str) -> list[tuple[str, int]]:
+def _rows(name: str) -> list[tuple[str, int]]:
     """Returns the tensors of a `torch.nn.Linear` that tell the number of its outputs."""
-    bias = [(f"{name}.bias", 0)] if f"{name}.bias" in checkpoint.tensors else []
-    return [(f"{name}.weight", 0), *bias]
+    return [(f"{name}.weight", 0), (f"{name}.bias", 0)]
 
 
 def head_width(features: int, num_heads: int) -> int:

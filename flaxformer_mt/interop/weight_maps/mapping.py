@@ -23,7 +23,7 @@ from typing import Any, Self
 import numpy as np
 from flax.traverse_util import flatten_dict
 
-from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.config import TransformerConfig, with_vocabulary_sizes
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.checkpoint_files import Tensors, identical
 from flaxformer_mt.interop.weight_maps import rules
@@ -59,7 +59,7 @@ class WeightMap:
     @classmethod
     def of_tensors(cls, family: Family, config: TransformerConfig, names: Collection[str]) -> Self:
         """Returns the map for a checkpoint with tensors of these names."""
-        return cls(family, config, family.rules(config, family.layout_of_tensors(names)))
+        return cls(family, config, rules_of(family, config, family.layout_of_tensors(names)))
 
     @property
     def rearranging(self) -> Self:
@@ -124,6 +124,16 @@ class WeightMap:
         return {name: tensor.shape for name, tensor in self.to_theirs(zeros)}
 
 
+def rules_of(family: Family, config: TransformerConfig, layout: str) -> list[TensorRule]:
+    """Returns the rules of a family for the parameters of a model.
+
+    Layers alone, whose vocabularies have size 0, lack parameters that most families need: their
+    rules stay.
+    """
+    own = parameter_shapes(with_vocabulary_sizes(config, 1, 1)).keys()
+    return [rule for rule in family.rules(config, layout) if own >= {*rule.ours}]
+
+
 def to_reference(
     family: Family, config: TransformerConfig, arrays: Tensors, carried: Tensors
 ) -> dict[str, np.ndarray]:
@@ -133,7 +143,7 @@ def to_reference(
     counterpart for one of our parameters, or needs one that is missing.
     """
     tensors: dict[str, np.ndarray] = {}
-    own_rules = family.rules(config, family.layout_of_params(arrays, carried))
+    own_rules = rules_of(family, config, family.layout_of_params(arrays, carried))
     mapped = {path for rule in own_rules for path in rule.ours}
     for path in sorted(arrays.keys() - mapped):
         raise UserError(f"{family.name} has no counterpart for parameter {path}")

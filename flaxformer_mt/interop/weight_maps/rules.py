@@ -168,7 +168,7 @@ def unused(rule: TensorRule, also_theirs: str) -> TensorRule:
     )
 
 
-def linear(ours: str, theirs: str, bias: bool) -> list[TensorRule]:
+def linear(ours: str, theirs: str, bias: bool = True) -> list[TensorRule]:
     """Returns the rules for a `torch.nn.Linear`.
 
     Args:
