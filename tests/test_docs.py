@@ -1,4 +1,4 @@
-"""The tests, variants and families that docs/quirks.md cites exist."""
+"""The tests, variants and families that docs/quirks.md and docs/reliability.md cite exist."""
 
 import ast
 import fnmatch
@@ -51,3 +51,17 @@ def test_every_quirk_is_pinned():
 def test_every_family_has_its_quirks():
     for family in FAMILIES:
         assert re.search(rf"^\| [\w, ()]*\b{family}\b", QUIRKS, re.MULTILINE), family
+
+
+def guarantees():
+    text = (ROOT / "docs/reliability.md").read_text(encoding="utf-8")
+    rows = text.partition("| what happens |")[2].partition("\n\n")[0].splitlines()[2:]
+    return [row.strip("| ").replace(r"\|", "").split(" | ") for row in rows]
+
+
+@pytest.mark.parametrize("row", guarantees(), ids=lambda row: row[0][:40])
+def test_every_promise_of_reliability_names_its_tests(row):
+    _, _, tests = row
+    paths = re.findall("`([^`]+)`", tests)
+    assert paths
+    assert all((ROOT / "tests" / path).is_file() for path in paths), paths
