@@ -13,8 +13,8 @@ from flaxformer_mt.errors import UserError
 
 LESS_ON_DEVICE = "end other programs that use it, or set JAX_PLATFORMS=cpu"
 """What to do where a model does not fit onto the device, see `explained_exhaustion`."""
-_ADDRESS_SPACE = 3 * 2**30
-"""Bytes that JAX and XLA reserve, most of which they never use: 2.4 GB on a CPU with two cores."""
+_ADDRESS_SPACE = 4 * 2**30
+"""Bytes that JAX and XLA reserve, most of which they never use: 3.2 GiB on a CPU with two cores."""
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 

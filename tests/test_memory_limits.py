@@ -162,7 +162,7 @@ def test_an_address_space_that_is_too_small_for_xla_is_one_line(arguments, monke
     monkeypatch.setattr(resource, "getrlimit", lambda which: limits)
     assert main(arguments) == 1
     line = capsys.readouterr().err
-    assert "limited to 1.0 GiB, but XLA needs 3.0 GiB: raise the limit (ulimit -v)" in line
+    assert "limited to 1.0 GiB, but XLA needs 4.0 GiB: raise the limit (ulimit -v)" in line
     assert line.count("\n") == 1
 
 

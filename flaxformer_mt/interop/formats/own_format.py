@@ -71,12 +71,15 @@ def _require_known(tensors: Tensors, state: TrainingState, family: str) -> None:
     """Raises `UserError` for a tensor beside the parameters that nothing would read."""
     trees = [state.params]
     moments: tuple[str, ...] = ()
-    known = set() if family == OWN else _names(families.find(family), state)
     if state.adam is not None:
         trees += [state.adam.mean, state.adam.variance]
         moments = (f"{ADAM}mean/", f"{ADAM}variance/")
     carried = {name for tree in trees for name in tree.get(mapping.CARRIED, {})}
-    unknown = [f"{mapping.CARRIED}/{name}" for name in sorted(carried - known)]
+    if family in families.FAMILIES:  # Not one that a program has defined.
+        carried -= _names(families.FAMILIES[family], state)
+    elif family != OWN:
+        carried = set()
+    unknown = [f"{mapping.CARRIED}/{name}" for name in sorted(carried)]
     unknown += [name for name in tensors if name.startswith(ADAM) and not name.startswith(moments)]
     if unknown:
         raise UserError(f"tensor {unknown[0]} is unexpected: nothing in the model has it")
