@@ -275,6 +275,9 @@ def test_hold_out_is_of_any_corpus_and_not_too_much(tmp_path):
         message = r"own\.tsv has fewer than 4 pairs that can be held out: give more text, or a dev"
         with pytest.raises(UserError, match=message):
             divide(tmp_path, numbered(1), 1, hold_out_rule=rule)[0]
+    message = r"give more text, loosen the filters \(data\.max_length_ratio=0\.1\), or a dev"
+    with pytest.raises(UserError, match=message):
+        divide(tmp_path, numbered(100), 1, max_length_ratio=0.1)[0]
 
 
 def test_a_language_model_has_no_sources(tmp_path):

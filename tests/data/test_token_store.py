@@ -358,6 +358,10 @@ def test_dropping_all_pairs_is_an_error(tmp_path, caplog):
     with pytest.raises(UserError, match="halves: all of 2 pairs were dropped: 2 empty side"):
         open_stores(tmp_path, [corpus], TOKENIZERS, CONFIG)
     assert stores_in(tmp_path) == []
+    data = dataclasses.replace(CONFIG.data, max_words=1)
+    corpus = ParallelCorpus(["1 2", "3 4"], ["5 6", "7 8"], "long")
+    with pytest.raises(UserError, match=r"2 more than 1 words; the filters are .*max_words=1\b"):
+        open_stores(tmp_path, [corpus], TOKENIZERS, dataclasses.replace(CONFIG, data=data))
 
 
 def test_special_ids_must_match_the_tokenizer(tmp_path):

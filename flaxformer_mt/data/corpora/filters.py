@@ -119,6 +119,20 @@ class PairFilter:
         return True
 
 
+def options_in_use(config: DataConfig) -> str:
+    """Returns the options of the filters that are on, with their values, for a message."""
+    names = (
+        "max_words",
+        "max_length_ratio",
+        "drop_identical",
+        "drop_wrong_script",
+        "drop_wrong_language",
+        "drop_duplicates",
+    )
+    values = {name: getattr(config, name) for name in names}
+    return ", ".join(f"data.{name}={value}" for name, value in values.items() if value)
+
+
 def _checks(
     config: DataConfig, corpus: Corpus, has_inputs: bool, seen: SeenPairs
 ) -> dict[str, Callable[[str, str], bool]]:

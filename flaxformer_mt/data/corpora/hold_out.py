@@ -22,7 +22,7 @@ from flaxformer_mt.config import CorpusConfig, DataConfig
 from flaxformer_mt.config.data import HeldOutRole
 from flaxformer_mt.data.corpora.comparison import hashed, in_chunks
 from flaxformer_mt.data.corpora.corpus import Corpus, Role, SentencePair, StreamedCorpus
-from flaxformer_mt.data.corpora.filters import PairFilter
+from flaxformer_mt.data.corpora.filters import PairFilter, options_in_use
 from flaxformer_mt.errors import UserError
 
 _TRAIN, _LEFT_OUT = 0, -1
@@ -242,9 +242,11 @@ class Division:
     def _too_many(self, option: str, wanted: int, most: int, numbers: Sequence[int]) -> str:
         names = ", ".join(self.corpora[number].name for number in numbers)
         if not most:
+            filters = options_in_use(self.config) if self.config.filter_held_out else ""
+            loosen = f", loosen the filters ({filters})" if filters else ""
             return (
                 f"{option}={wanted}: {names} has fewer than {_FEWEST} pairs that can be held out: "
-                "give more text, or a development set (data.valid_corpora)"
+                f"give more text{loosen}, or a development set (data.valid_corpora)"
             )
         return (
             f"{option}={wanted} of {names} are too many pairs: at most {most:,}, a quarter of "

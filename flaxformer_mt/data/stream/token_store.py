@@ -34,7 +34,7 @@ from flaxformer_mt.config.experiment import values_with
 from flaxformer_mt.config.fields import FieldRole
 from flaxformer_mt.data.corpora.corpus import Corpus, SentencePair
 from flaxformer_mt.data.corpora.entities import EntityCounter
-from flaxformer_mt.data.corpora.filters import PairFilter, SeenPairs
+from flaxformer_mt.data.corpora.filters import PairFilter, SeenPairs, options_in_use
 from flaxformer_mt.data.corpora.rows import Row
 from flaxformer_mt.data.corpora.text_files import counted
 from flaxformer_mt.data.stream.encoded_corpus import (
@@ -284,7 +284,9 @@ class _Store:
         dropped = {**malformed, **pair_filter.dropped}
         if sum(reason.count for reason in dropped.values()) == read:
             reasons = ", ".join(f"{pairs.count:,} {reason}" for reason, pairs in dropped.items())
-            raise UserError(f"{corpus.name}: all of {read:,} pairs were dropped: {reasons}")
+            filters = options_in_use(data)
+            advice = f"; the filters are {filters}" if filters else ""
+            raise UserError(f"{corpus.name}: all of {read:,} pairs were dropped: {reasons}{advice}")
         return encoder.report(read, dropped), files
 
 
