@@ -25,7 +25,7 @@ _CTRANSLATE2_FIELDS = validation.FREE_FIELDS | frozenset({
     "feed_forward_gate", "scale_scores", "train_pad_embedding",
     "position_layout", "position_exponent", "position_base", "position_offset",
     "relative_position_buckets", "relative_position_max_distance", "relative_position_sharing",
-    "scale_embeddings", "scale_logits", "tie_embeddings", "zero_pad_embeddings",
+    "num_kv_heads", "scale_embeddings", "scale_logits", "tie_embeddings", "zero_pad_embeddings",
     "mask_target_padding",
 })  # fmt: skip
 
@@ -34,11 +34,12 @@ def exports(model: TransformerConfig, has_sentencepiece: bool = True) -> dict[st
     """Returns for each export format what prevents it, or "" if nothing does.
 
     The formats are those of `convert.WRITERS` that take a vocabulary learned here; such
-    vocabularies are SentencePiece models. Weights that happen to be equal or zero could allow more.
+    vocabularies are SentencePiece models, which `jax` needs. Weights that happen to be equal or
+    zero could allow more.
     """
     vocabulary = "" if has_sentencepiece else "its vocabulary is not a SentencePiece model"
     return {
-        "ctranslate2": ctranslate2_obstacle(model) or vocabulary,
+        "ctranslate2": ctranslate2_obstacle(model),
         "jax": vocabulary if model.has_inputs else "has_inputs=False",
         "marian": _marian_obstacle(model),
         "marian-native": marian_native_obstacle(model),
@@ -56,7 +57,6 @@ def summary(model: TransformerConfig, has_sentencepiece: bool = True) -> str:
 
 def ctranslate2_obstacle(model: TransformerConfig, accepted: Collection[str] = ()) -> str:
     """Returns why CTranslate2's specification cannot hold a model, or "" if it can."""
-    model = validation.without_groups_of_one(model)
     for field in dataclasses.fields(model):
         name, value = field.name, getattr(model, field.name)
         if name in _CTRANSLATE2_VALUES:

@@ -54,7 +54,11 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def pieces(self, tokens: Sequence[int]) -> list[str]:
-        """Returns the vocabulary entry of each token."""
+        """Returns the vocabulary entry of each token; those of words start with U+2581."""
+
+    def entries(self, tokens: Sequence[int]) -> list[str]:
+        """Returns the vocabulary entry of each token, as programs name it that read the files."""
+        return self.pieces(tokens)
 
     @abc.abstractmethod
     def sample(self, texts: Sequence[str], seed: int, amount: float) -> list[list[int]]:

@@ -186,8 +186,10 @@ class HubTokenizer(Tokenizer):
         return [clean_up(text) for text in texts] if self._cleans_up else texts
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
-        names = (self._tokenizer.id_to_token(int(token)) or "" for token in tokens)
-        return [self._with_space(name) for name in names]
+        return [self._with_space(name) for name in self.entries(tokens)]
+
+    def entries(self, tokens: Sequence[int]) -> list[str]:
+        return [self._tokenizer.id_to_token(int(token)) or "" for token in tokens]
 
     def _encodings(self, texts: Sequence[str]) -> "list[tokenizers.Encoding]":
         with self._usable():

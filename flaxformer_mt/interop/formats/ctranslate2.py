@@ -1,17 +1,18 @@
 """Exports models to CTranslate2: its specification, vocabularies and search options.
 
 `ctranslate2_spec.py` converts the weights. Vocabularies keep our ids, so that the embeddings are
-those of the run.
+those of the run. Those of published models also keep their entries, so that scripts that follow
+CTranslate2's documentation work as they do on its own conversions.
 """
 
 import dataclasses
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
-from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers
 from flaxformer_mt.decoding.bad_phrases import bad_phrases
 from flaxformer_mt.decoding.search.options import forbidden_token_ids
 from flaxformer_mt.errors import UserError
@@ -32,7 +33,7 @@ except ImportError as error:
 SETTINGS = "translate_batch.json"
 """File with keyword arguments for `ctranslate2.Translator.translate_batch`."""
 END, UNKNOWN = "</s>", "<unk>"
-"""The names of the end token and the unknown token, independent of the run's vocabularies."""
+"""The names of the end and the unknown token, where the vocabulary is a SentencePiece model."""
 
 LONGEST_TRANSLATION = 256
 """CTranslate2's default length limit, which does not depend on the source's length."""
@@ -40,7 +41,7 @@ LONGEST_TRANSLATION = 256
 # Search options without a counterpart, with the values that have no effect.
 _UNSUPPORTED = {
     "coverage_penalty": 0.0, "min_length_factor": 0.0, "force_end": False, "beam_groups": 1,
-    "sampling": False, "mbr_samples": 0, "shortlist": "", "first_token": "",
+    "sampling": False, "mbr_samples": 0, "shortlist": "",
 }  # fmt: skip
 # Search options that exclude tokens which may be probable, with the values that do not.
 _EXCLUDING = {"no_repeat_ngram_size": 0, "bad_words": (), "bad_word_ids": (), "min_length": 0}
@@ -54,8 +55,9 @@ def write(
 ) -> tuple[str, ...]:
     """Writes a folder that `ctranslate2.Translator` loads, atomically.
 
-    The folder also contains the two SentencePiece models, and `SETTINGS`, the arguments for a
-    search like the run's. Inputs are lists of SentencePiece pieces ending with `END`.
+    The folder also contains `SETTINGS`, the arguments for a search like the run's, and the two
+    SentencePiece models, or the files of a published vocabulary. Inputs are lists of pieces with
+    the first and the last token of sentences.
 
     Returns:
       The changes to the weights, and the unsupported search options, in one line each.
@@ -75,16 +77,18 @@ def write(
     source, target = (_tokens(bundle, side) for side in ("source", "target"))
     spec.register_source_vocabulary(source)
     spec.register_target_vocabulary(target)
-    spec.config.eos_token, spec.config.unk_token = END, UNKNOWN
+    spec.config.eos_token = target[model.eos_id]
+    spec.config.unk_token = target[tokenizers.target.unk_id]
     # Any token will do where decoding starts from a zero vector.
-    spec.config.decoder_start_token = END if model.bos_id == ZERO_VECTOR else target[model.bos_id]
+    start = model.eos_id if model.bos_id == ZERO_VECTOR else model.bos_id
+    spec.config.decoder_start_token = target[start]
     spec.validate()
     spec.optimize(quantization or "float32")
     settings, losses = to_settings(bundle)
     with atomic.new_folder(folder) as partial:
         spec.save(str(partial))
-        for side, content in tokenizers.sentencepiece_models.items():
-            (partial / f"{side}.spm").write_bytes(content)
+        for name, content in _vocabulary_files(tokenizers).items():
+            (partial / name).write_bytes(content)
         (partial / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     notes: tuple[str, ...] = ()
     if model.norm_kind == "unbiased_std":
@@ -109,7 +113,21 @@ def to_settings(bundle: ModelBundle) -> tuple[dict[str, Any], tuple[str, ...]]:
         "suppress_sequences": _suppressed(bundle),
         "return_scores": True,
     }
-    return settings, tuple(_losses(decode, model))
+    target = bundle.tokenizers.target
+    language = target.entries([each for each in target.language_ids if each == target.first_id])
+    notes = [
+        f"translations begin with {name}, or another language, which CTranslate2 takes for each "
+        f"sentence: give translate_batch target_prefix=[[{name!r}]] * len(batch), and remove it "
+        "from the hypotheses"
+        for name in ([decode.first_token] if decode.first_token else language)
+    ]
+    return settings, (*notes, *_losses(decode, model))
+
+
+def _vocabulary_files(tokenizers: Tokenizers) -> Mapping[str, bytes]:
+    if not tokenizers.has_sentencepiece:
+        return tokenizers.files
+    return {f"{side}.spm": model for side, model in tokenizers.sentencepiece_models.items()}
 
 
 def _num_positions(bundle: ModelBundle) -> int:
@@ -185,8 +203,10 @@ def _tokens(bundle: ModelBundle, side: str) -> list[str]:
     model = bundle.config.model
     tokenizer: Tokenizer = getattr(bundle.tokenizers, side)
     size = getattr(model, f"{side}_vocab_size")
-    names = dict(enumerate(tokenizer.pieces(range(min(size, tokenizer.vocab_size)))))
+    names = dict(enumerate(tokenizer.entries(range(min(size, tokenizer.vocab_size)))))
     special = {model.eos_id: END, tokenizer.unk_id: UNKNOWN}
+    if tokenizer.model is None:
+        special = {token: names[token] for token in special}
     taken = set(special.values())
     tokens = []
     for token in range(size):

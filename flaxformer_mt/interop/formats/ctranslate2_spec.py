@@ -86,6 +86,7 @@ def _stack_options(c: TransformerConfig) -> dict[str, Any]:
         "rms_norm": c.norm_kind == "rms",
         "ffn_glu": c.feed_forward_gate,
         "head_dim": max(c.key_width, c.value_width),
+        "num_heads_kv": c.kv_heads if c.kv_heads < c.num_heads else None,
     }
     if c.position_kind == "rotary":
         options |= {
@@ -157,20 +158,21 @@ def _set_attention(
     # The default is that of the padded width.
     spec.queries_scale = c.key_width**-0.5 if c.scale_scores else 1.0
     for linear, group in zip(spec.linear, groups, strict=False):
-        kernels = [_padded_heads(c, own[f"{name}/{part}/kernel"]) for part in group]
+        kernels = [_padded_heads(c, own[f"{name}/{part}/kernel"], part) for part in group]
         linear.weight = _transposed(np.concatenate(kernels, axis=1))
         if c.qkv_bias:
-            biases = [_padded_heads(c, own[f"{name}/{part}/bias"]) for part in group]
+            biases = [_padded_heads(c, own[f"{name}/{part}/bias"], part) for part in group]
             linear.bias = np.concatenate(biases)
-    output = _padded_heads(c, own[f"{name}/output/kernel"].T)  # [D, H * U]
+    output = _padded_heads(c, own[f"{name}/output/kernel"].T, "output")  # [D, H * U]
     spec.linear[-1].weight = np.ascontiguousarray(output)
     if c.attention_output_bias:
         spec.linear[-1].bias = own[f"{name}/output/bias"]
 
 
-def _padded_heads(c: TransformerConfig, array: np.ndarray) -> np.ndarray:
+def _padded_heads(c: TransformerConfig, array: np.ndarray, part: str) -> np.ndarray:
     """Pads each head's part of the last axis [..., H * K] to the common width with zeros."""
-    heads = array.reshape(*array.shape[:-1], c.num_heads, -1)
+    num_heads = c.kv_heads if part in ("key", "value") else c.num_heads
+    heads = array.reshape(*array.shape[:-1], num_heads, -1)
     width = max(c.key_width, c.value_width)
     padding = [(0, 0)] * (heads.ndim - 1) + [(0, width - heads.shape[-1])]
     return np.pad(heads, padding).reshape(*array.shape[:-1], -1)
