@@ -40,6 +40,17 @@ def _pieces(texts, kind, **options):
     return model.getvalue()
 
 
+def earlier(folder):
+    """Returns the folder of the files that `tokenizer.json` was made from."""
+    return folder.with_name(f"{folder.name}-earlier")
+
+
+def _set_aside(folder, *names):
+    for name in names:
+        earlier(folder).mkdir(exist_ok=True)
+        (folder / name).rename(earlier(folder) / name)
+
+
 def save_tokenizer(kind, texts, folder, **settings):
     """Writes the tokenizer of a kind, learned from texts, and returns that of transformers."""
     folder.mkdir(parents=True)
@@ -47,19 +58,19 @@ def save_tokenizer(kind, texts, folder, **settings):
         pieces = _pieces(texts, "unigram", pad_id=0, eos_id=1, unk_id=2, bos_id=-1)
         (folder / "spiece.model").write_bytes(pieces)
         made = transformers.T5Tokenizer.from_pretrained(folder, **settings)
-        (folder / "spiece.model").unlink()
+        _set_aside(folder, "spiece.model")
     elif kind == "mbart50":
         (folder / "sentencepiece.bpe.model").write_bytes(_pieces(texts, "unigram"))
         languages = {"src_lang": "en_XX", "tgt_lang": "fr_XX"} | settings
         made = transformers.MBart50Tokenizer.from_pretrained(folder, **languages)
-        (folder / "sentencepiece.bpe.model").unlink()
+        _set_aside(folder, "sentencepiece.bpe.model")
     elif kind == "nllb":
         (folder / "sentencepiece.bpe.model").write_bytes(_pieces(texts, "bpe"))
         languages = {"src_lang": "eng_Latn", "tgt_lang": "fra_Latn"} | settings
         made = transformers.NllbTokenizer.from_pretrained(
             folder, extra_special_tokens=FAIRSEQ_LANGUAGE_CODES, **languages
         )
-        (folder / "sentencepiece.bpe.model").unlink()
+        _set_aside(folder, "sentencepiece.bpe.model")
     elif kind == "m2m100":
         pieces = _pieces(texts, "bpe")
         processor = sentencepiece.SentencePieceProcessor(model_proto=pieces)
@@ -76,8 +87,7 @@ def save_tokenizer(kind, texts, folder, **settings):
         learned.train_from_iterator(texts, 400, special_tokens=special, show_progress=False)
         learned.save_model(str(folder))
         made = transformers.BartTokenizer.from_pretrained(folder, **settings)
-        for name in ("vocab.json", "merges.txt"):
-            (folder / name).unlink()
+        _set_aside(folder, "vocab.json", "merges.txt")
     made.save_pretrained(folder)
     return made
 

@@ -428,7 +428,7 @@ def test_ctranslate2_refuses_or_keeps_every_field(tmp_path):
         )
         params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), bundle.params)
         ours = np.array(_logits(computed(config), params, source, inputs))[0]
-        ours[:, list(forbidden_token_ids(config))] = -np.inf
+        ours[:, list(forbidden_token_ids(config, bundle.config.decode))] = -np.inf
         expected = [*inputs[0, 1:], config.eos_id]
         ours = np.asarray(jax.nn.log_softmax(ours))[np.arange(LENGTH), expected]
         np.testing.assert_allclose(ours, result.log_probs, rtol=0, atol=2e-4)

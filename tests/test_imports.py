@@ -104,7 +104,7 @@ ALLOWED |= dict.fromkeys(
 # Where a heavy or optional package may be imported at all.
 ONLY_IN = {
     "torch": {"interop", "parity"},
-    "transformers": {"parity.references"},
+    "transformers": {"parity.references", "data.tokenizers.hub_tokenizer"},
     "matplotlib": {"parity.reports.plots", "plotting"},
     "pandas": {"run_reader"},
     "orbax": {"runs.checkpoint", "distributed"},

@@ -24,9 +24,9 @@ class DecodeConfig(Checked):
     """W: number of hypotheses per sentence; 1 = greedy search."""
     n_best: int = option(1, FieldRole.SEARCH, lowest=1, limit=10**6)
     """Number of translations returned per sentence; at most beam_size for beam search."""
-    length_penalty: float = option(0.6, FieldRole.SEARCH, lowest=0, limit=100)
+    length_penalty: float = option(0.6, FieldRole.SEARCH, lowest=-100, limit=100)
     """alpha of the length normalization, by which log-probabilities are divided; higher values
-    favor longer translations, 0 = no normalization."""
+    favor longer translations, negative ones shorter ones, 0 = no normalization."""
     length_penalty_kind: Literal["gnmt", "average"] = option("gnmt", FieldRole.SEARCH)
     """gnmt: ((5 + length) / 6)**alpha (Wu et al. 2016); average: length**alpha (Hugging Face,
     CTranslate2, fairseq). The length includes the end token."""
@@ -64,6 +64,9 @@ class DecodeConfig(Checked):
     """Words and phrases that must not occur, each as written inside a sentence."""
     bad_word_ids: tuple[str, ...] = option((), FieldRole.SEARCH)
     """The same as comma-separated token ids, one string per phrase: "17,4"."""
+    allow_padding: bool = option(False, FieldRole.SEARCH)
+    """Let the search choose the padding token, as Hugging Face's generate may if its bad_words_ids
+    do not exclude it."""
     renormalize: bool = option(False, FieldRole.SEARCH)
     """Renormalize the probabilities after tokens are excluded."""
     beam_groups: int = option(1, FieldRole.SEARCH, lowest=1, limit=10**6)

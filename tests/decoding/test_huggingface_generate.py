@@ -5,6 +5,7 @@ import functools
 import gzip
 import itertools
 import os
+import random
 import warnings
 from pathlib import Path
 
@@ -163,8 +164,16 @@ def _greedy_scores(result, sequences, length_penalty):
     ]
 
 
-def differences(pair, sources, beam_size, early_stopping, length_penalty):
+def differences(pair, sources, beam_size, early_stopping, length_penalty, **others):
     """Searches on both sides and asserts that the results agree except for ties.
+
+    Args:
+      pair: the models.
+      sources: token ids.
+      beam_size: W.
+      early_stopping: of `generate`.
+      length_penalty: of `generate`.
+      **others: further settings of `generate`; one without `bad_words_ids` may choose padding.
 
     Returns:
       The mean length of the translations, and a line for each sentence with translations that
@@ -176,10 +185,12 @@ def differences(pair, sources, beam_size, early_stopping, length_penalty):
         "early_stopping": early_stopping,
         "length_penalty": length_penalty,
         "max_length": pair.max_length,
+        **others,
     }
     settings = pair.theirs.generation_config.to_dict() | options
     decode, notes = generation_config.to_decode(settings, pair.config)
     assert notes == []
+    decode = dataclasses.replace(decode, allow_padding=settings["bad_words_ids"] == [])
     prefix = []
     if pair.first is not None:
         options["forced_bos_token_id"] = pair.first
@@ -187,9 +198,12 @@ def differences(pair, sources, beam_size, early_stopping, length_penalty):
     if beam_size == 1:
         options["output_logits"] = True
         del options["early_stopping"]
+    options = {name: value for name, value in options.items() if value != []}
+    if decode.allow_padding:
+        pair.theirs.generation_config.bad_words_ids = None
     expected = generate(pair, sources, options)
     requests = [
-        Request(source, 0, decode.max_length, prefix=prefix, certain=len(prefix))
+        Request(source, decode.min_length, decode.max_length, prefix=prefix, certain=len(prefix))
         for source in sources
     ]
     lines, lengths = {}, []
@@ -299,6 +313,73 @@ def test_models_of_the_hub_find_the_same_with_all_options(kind):
         mean, lines = differences(pair, sources, *combination)
         print(kind, *combination, f"mean length {mean:.1f}, {len(lines)} ties", *lines, sep="\n  ")
         assert len(lines) <= 3
+
+
+SEARCHES = (
+    {"beam_size": 1},
+    {"beam_size": 1, "repetition_penalty": 1.4, "no_repeat_ngram_size": 3},
+    {"early_stopping": "never", "length_penalty": 0.6},
+    {"early_stopping": True, "length_penalty": 2.0, "min_length": 5},
+    {"early_stopping": "never", "length_penalty": -1.2},
+    {"early_stopping": False, "length_penalty": -0.5, "max_length": None, "max_new_tokens": 9},
+    {"no_repeat_ngram_size": 2, "repetition_penalty": 1.2},
+    {"suppress_tokens": [8, 12], "bad_words_ids": [[1], [0], [9, 10]], "renormalize_logits": True},
+    {"beam_size": 6, "bad_words_ids": [], "early_stopping": True},
+)
+"""Settings of `generate`; by default a beam of 4 that stops by the heuristic."""
+
+
+def random_hub_pair(seed):
+    """Returns a model of a random kind and shape, and its description."""
+    draw = random.Random(seed)
+    kind = draw.choice(["bart", "mbart50", "nllb", "t5", "flan", "mt5", "marian"])
+    size, layers = draw.randint(30, 60), [draw.randint(1, 3) for _ in range(2)]
+    width = 4 * draw.randint(2, 8)
+    options = {"d_model": width}
+    if kind in ("t5", "flan", "mt5"):
+        options |= {
+            "d_kv": draw.randint(3, 9), "d_ff": draw.randint(9, 40),
+            "num_layers": layers[0], "num_decoder_layers": layers[1],
+            "num_heads": draw.randint(1, 4),
+            "relative_attention_num_buckets": draw.choice([4, 8, 32]),
+            "relative_attention_max_distance": draw.choice([16, 20, 128]),
+        }  # fmt: skip
+        if kind == "t5":
+            options["feed_forward_proj"] = draw.choice(["relu", "gated-silu", "gated-gelu"])
+    else:
+        heads, inner = draw.choice([1, 2, 4]), draw.randint(9, 40)
+        options |= {
+            "encoder_layers": layers[0], "decoder_layers": layers[1],
+            "encoder_attention_heads": heads, "decoder_attention_heads": heads,
+            "encoder_ffn_dim": inner, "decoder_ffn_dim": inner,
+            "scale_embedding": draw.choice([True, False]), "init_std": draw.choice([0.3, 0.6]),
+            "activation_function": draw.choice(["relu", "gelu", "swish"]),
+        }  # fmt: skip
+    if kind == "marian":
+        vocabulary = {"</s>": 0, "<unk>": 1, "<pad>": size - 1}
+        theirs = opus_mt.random_model(opus_mt.config([vocabulary, vocabulary], **options), seed)
+        with torch.no_grad():
+            theirs.final_logits_bias[:, 0] += 4
+    else:
+        theirs = hub_models.random_model(hub_models.config(kind, size, **options), seed)
+    checkpoint = {"model": theirs.state_dict(), "settings": theirs.config.to_dict()}
+    family = "marian" if kind == "marian" else hub_models.KINDS[kind][0]
+    config, params = interop.load(family, checkpoint)
+    first = HUB.get(kind)
+    pair = ModelPair(config, interop.model_params(params), theirs, max_length=24, first=first)
+    return pair, f"{kind} {options}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(60))
+def test_random_models_find_the_same_with_any_search(seed):
+    pair, description = random_hub_pair(seed)
+    sources = pair.random_sources(20, seed=seed)
+    for number, search in enumerate(SEARCHES):
+        usual = {"beam_size": 4, "early_stopping": False, "length_penalty": 1.0}
+        mean, lines = differences(pair, sources, **usual | search)
+        print(description, number, f"mean length {mean:.1f}, {len(lines)} ties", *lines, sep="\n  ")
+        assert len(lines) <= 1
 
 
 @pytest.mark.parametrize("beam_size", [pytest.param(1, marks=pytest.mark.slow), 6])

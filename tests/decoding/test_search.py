@@ -359,4 +359,6 @@ def test_only_switches_make_another_program():
 )
 def test_forbidden_tokens(bos_id, forbidden):
     model = TransformerConfig(pad_id=0, bos_id=bos_id, eos_id=2)
-    assert forbidden_token_ids(model) == forbidden
+    assert forbidden_token_ids(model, DecodeConfig()) == forbidden
+    allowed = forbidden_token_ids(model, DecodeConfig(allow_padding=True))
+    assert allowed == tuple(token for token in forbidden if token != 0)

@@ -421,7 +421,8 @@ def test_source_padding_that_is_a_target_piece_is_never_chosen(tmp_path):
     name = next(piece for piece, id in vocabularies[1].items() if id == padding)
     assert notes == (
         f"its generation settings allow the padding token {padding}, which is the target's "
-        f"{name!r}: our search and other exports never choose it",
+        f"{name!r}: our search and other exports never choose it, unless you set "
+        "decode.allow_padding=True",
     )
     # Written back as published, it allows it; with other settings, it does not.
     assert huggingface.write(bundle, tmp_path / "unchanged") == notes

@@ -4,6 +4,7 @@ import copy
 import functools
 import json
 import shutil
+import sys
 
 import chex
 import hub_models
@@ -103,6 +104,37 @@ def test_special_tokens_without_settings(kind, copied):
     source = read(kind, folder)[0].tokenizers.source
     theirs = own.from_pretrained(folder)
     assert [[*ids, source.eos_id] for ids in source.encode(TEXTS)] == theirs(TEXTS).input_ids
+
+
+@pytest.mark.parametrize("has_settings", [True, False])
+@pytest.mark.parametrize("kind", ["t5", "flan", "mbart50", "nllb", "bart"])
+def test_vocabularies_of_earlier_versions(kind, has_settings, saved, copied):
+    folder = copied(kind)
+    (folder / "tokenizer.json").unlink()
+    if not has_settings:
+        (folder / TOKENIZER).unlink()
+    shutil.copytree(hub_models.earlier(saved(kind)[0]), folder, dirs_exist_ok=True)
+    if not has_settings and kind in ("mbart50", "nllb"):
+        # transformers reads the first as mBART-25, and lacks a file of M2M-100 for the second.
+        message = r"puts nothing before sentences and </s> en_XX|cannot be read by transformers"
+        with pytest.raises(UserError, match=message):
+            read(kind, folder)
+        return
+    bundle, _ = read(kind, folder)
+    assert_tokens_agree(bundle.tokenizers, transformers.AutoTokenizer.from_pretrained(folder))
+    huggingface.write(bundle, folder / "again", family=family_of(kind))
+    again = Tokenizers.load(folder / "again")
+    assert again.target.fingerprint == bundle.tokenizers.target.fingerprint
+
+
+def test_earlier_vocabularies_need_transformers(saved, copied, monkeypatch):
+    folder = copied("bart")
+    (folder / "tokenizer.json").unlink()
+    shutil.copytree(hub_models.earlier(saved("bart")[0]), folder, dirs_exist_ok=True)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    message = r"to make it from vocab.json and merges.txt needs .* pip install transformers"
+    with pytest.raises(UserError, match=message):
+        read("bart", folder)
 
 
 def test_a_class_that_transformers_implies_is_refused(copied):

@@ -24,7 +24,7 @@ from flaxformer_mt.data.tokenizers.marian_tokenizer import (
     read_object,
 )
 from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE
-from flaxformer_mt.errors import UserError, first_line, prefixed
+from flaxformer_mt.errors import UserError, first_line, prefixed, requiring
 
 if TYPE_CHECKING:
     import tokenizers
@@ -35,6 +35,8 @@ FILES = (
     "sentencepiece.bpe.model", "spiece.model", "vocab.json", "merges.txt",
 )  # fmt: skip
 """The tokenizer files of a folder. Only the first two are read, the others are kept."""
+EARLIER = (("spiece.model",), ("sentencepiece.bpe.model",), ("vocab.json", "merges.txt"))
+"""Files of earlier versions instead of the first, from which transformers makes it."""
 _SPECIAL = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
 """Special tokens, unless they are in the settings."""
 _SOURCE_LANGUAGES = {"NllbTokenizer": "eng_Latn", "MBart50Tokenizer": "en_XX"}
@@ -212,15 +214,33 @@ class HubTokenizer(Tokenizer):
         return piece
 
 
+def completed(files: TokenizerFiles, folder: str) -> TokenizerFiles:
+    """Returns the files of a folder with `tokenizer.json`, made by transformers if it is missing.
+
+    Raises:
+      UserError: transformers is not installed, or cannot read the folder.
+    """
+    if VOCABULARY_FILE in files:
+        return files
+    names = " and ".join(name for name in files if any(name in names for names in EARLIER))
+    label = Path(folder, VOCABULARY_FILE)
+    with requiring(f"{label} is missing; to make it from {names}", "transformers"):
+        import transformers
+    with _usable(Path(folder, names), "cannot be read by transformers"):
+        made = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        content = made.backend_tokenizer.to_str().encode()
+    return {**files, VOCABULARY_FILE: content}
+
+
 @contextlib.contextmanager
-def _usable(label: Path) -> Iterator[None]:
+def _usable(label: Path, problem: str = "is damaged") -> Iterator[None]:
     """Turns an error of the library into `UserError`; it also raises a `BaseException`, a panic."""
     try:
         yield
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
             raise
-        raise UserError(f"{label} is damaged: {first_line(error)}") from error
+        raise UserError(f"{label} {problem}: {first_line(error)}") from error
 
 
 @contextlib.contextmanager

@@ -54,11 +54,16 @@ def split_language(text: str, vocabulary: Tokenizer) -> tuple[str, str]:
     return "", text
 
 
+_HUB = hub_tokenizer.HubTokenizer, hub_tokenizer.FILES
 _MARIAN = marian_tokenizer.MarianTokenizer, marian_tokenizer.FILES
 _PUBLISHED: dict[tuple[str, ...], tuple[type[Any], tuple[str, ...]]] = {
     (marian_tokenizer.VOCABULARY_FILE, "source.spm"): _MARIAN,
-    (hub_tokenizer.VOCABULARY_FILE,): (hub_tokenizer.HubTokenizer, hub_tokenizer.FILES),
-    (m2m100_tokenizer.PIECES_FILE,): (m2m100_tokenizer.M2M100Tokenizer, m2m100_tokenizer.FILES),
+    (hub_tokenizer.VOCABULARY_FILE,): _HUB,
+    (m2m100_tokenizer.PIECES_FILE, marian_tokenizer.VOCABULARY_FILE): (
+        m2m100_tokenizer.M2M100Tokenizer,
+        m2m100_tokenizer.FILES,
+    ),
+    **dict.fromkeys(hub_tokenizer.EARLIER, _HUB),
     (marian_tokenizer.VOCABULARY_FILE,): _MARIAN,
     dictionary_tokenizer.FILES[:2]: (
         dictionary_tokenizer.DictionaryTokenizer,
@@ -276,7 +281,10 @@ class Tokenizers:
                     for name, path in paths.items()
                     if path.exists()
                 }
-                return cls(kind(files, "source", str(folder)), kind(files, "target", str(folder)))
+                whole: Mapping[str, bytes] = files
+                if kind is hub_tokenizer.HubTokenizer:
+                    whole = hub_tokenizer.completed(files, str(folder))
+                return cls(kind(whole, "source", str(folder)), kind(whole, "target", str(folder)))
         joint_path = Path(folder, "joint.model")
         if joint_path.exists():
             joint = _read_model(joint_path)

@@ -61,7 +61,7 @@ def teacher_force(
         target_log_probabilities,
         params,
         model=model,
-        excluded=forbidden_token_ids(model) if decode.renormalize else (),
+        excluded=forbidden_token_ids(model, decode) if decode.renormalize else (),
         attention=(decode.alignment_layer, decode.alignment_head) if attention else None,
     )
     with explained_exhaustion("scoring", "shorten the longest lines"):

@@ -64,7 +64,7 @@ class SearchOptions:
     ) -> Self:
         """Returns the options that correspond to a configuration.
 
-        The model gives the special tokens, of which padding and start are never chosen. Of the
+        The model gives the special tokens, see `forbidden_token_ids`. Of the
         texts, `decode.bad_words` and `bad_word_ids`, only `bad_phrases` count, their tokens; the
         end token alone is none.
         """
@@ -89,7 +89,7 @@ class SearchOptions:
             bos_id=model.bos_id,
             eos_id=model.eos_id,
             pad_id=model.pad_id,
-            forbidden_ids=tuple(sorted(bad_words.union(forbidden_token_ids(model)))),
+            forbidden_ids=tuple(sorted(bad_words.union(forbidden_token_ids(model, decode)))),
             bad_phrases=tuple(tuple(phrase) for phrase in bad_phrases if len(phrase) > 1),
             scores=scores,
         )
@@ -108,9 +108,11 @@ jax.tree_util.register_dataclass(
 )
 
 
-def forbidden_token_ids(model: TransformerConfig) -> tuple[int, ...]:
-    """Returns the tokens that no search may choose: padding and the start token.
+def forbidden_token_ids(model: TransformerConfig, decode: DecodeConfig) -> tuple[int, ...]:
+    """Returns the tokens that a search may not choose: padding and the start token.
 
-    Either is left out if it is also the end token; a start id of -1 is the zero vector.
+    Either is left out if it is also the end token, or allowed padding; a start id of -1 is the zero
+    vector.
     """
-    return tuple(sorted({model.pad_id, model.bos_id} - {model.eos_id, -1}))
+    allowed = {model.eos_id, -1, *([model.pad_id] if decode.allow_padding else [])}
+    return tuple(sorted({model.pad_id, model.bos_id} - allowed))

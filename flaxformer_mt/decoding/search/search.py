@@ -268,9 +268,9 @@ def _is_complete(extended: Hypotheses, beam: SearchState, options: SearchOptions
 def _is_decided(beam: SearchState, options: SearchOptions) -> Array:
     """Whether W hypotheses are finished and no better one is expected, bool [B, 1].
 
-    No token increases a log-probability, and the longest hypothesis has the largest length penalty.
-    The score of an unfinished hypothesis can therefore become at most its log-probability /
-    penalty(max_length).
+    No token increases a log-probability, and the longest hypothesis has the largest length penalty
+    (with a negative alpha, the shortest). The score of an unfinished hypothesis can therefore
+    become at most its log-probability / penalty(max_length).
     """
     worst = beam.finished.scores[:, -1:]
     if options.early_stopping == "first" or options.independent:  # Greedy search with phrases.
@@ -278,8 +278,9 @@ def _is_decided(beam: SearchState, options: SearchOptions) -> Array:
     if options.early_stopping == "heuristic":
         attainable = ranking_scores(beam.hypotheses, beam.positions, options)
     else:
-        longest = beam.constraints.max_lengths[:, None]
-        largest = length_penalty(longest, options.length_penalty, options.length_penalty_kind)
+        alpha = options.length_penalty
+        best = jnp.where(alpha < 0, beam.positions + 1, beam.constraints.max_lengths)[:, None]
+        largest = length_penalty(best, alpha, options.length_penalty_kind)
         attainable = beam.hypotheses.log_probabilities / largest
     return worst >= attainable.max(axis=1, keepdims=True)
 

@@ -195,7 +195,7 @@ def _suppressed(bundle: ModelBundle) -> list[list[str]]:
     model, decode = bundle.config.model, bundle.config.decode
     phrases = bad_phrases(decode, bundle.tokenizers.target, model.target_vocab_size)
     names = _tokens(bundle, "target")
-    never = set(forbidden_token_ids(model))
+    never = set(forbidden_token_ids(model, decode))
     return [[names[token] for token in phrase] for phrase in phrases if not never & set(phrase)]
 
 

@@ -67,7 +67,7 @@ def to_spec(
     decoder.start_from_zero_embedding = c.bos_id == ZERO_VECTOR or (
         c.zero_pad_embeddings and c.bos_id == c.pad_id
     )
-    _set_projection(decoder, c, arrays)
+    _set_projection(decoder, c, arrays, forbidden_token_ids(c, decode))
     for stack, spec in (("encoder", encoder), ("decoder", decoder)):
         _set_stack(spec, c, arrays, stack)
     spec = transformer_spec.TransformerSpec(encoder, decoder)
@@ -98,14 +98,17 @@ def _stack_options(c: TransformerConfig) -> dict[str, Any]:
 
 
 def _set_projection(
-    decoder: transformer_spec.TransformerDecoderSpec, c: TransformerConfig, arrays: _Arrays
+    decoder: transformer_spec.TransformerDecoderSpec,
+    c: TransformerConfig,
+    arrays: _Arrays,
+    forbidden: Sequence[int],
 ) -> None:
     target = arrays["target_embedding/embedding"]
     scale = c.d_model**-0.5 if c.scale_logits else 1.0
     bias = np.zeros(c.target_vocab_size, np.float32)
     if c.output_bias:
         bias += arrays["output/bias"] * np.float32(scale)
-    bias[list(forbidden_token_ids(c))] = NEVER
+    bias[list(forbidden)] = NEVER
     decoder.projection.weight = (
         target if c.shares_target_and_output else _transposed(arrays["output/kernel"])
     )

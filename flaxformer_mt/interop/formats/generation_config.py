@@ -5,7 +5,7 @@ padding, which our search never chooses.
 """
 
 import itertools
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
@@ -27,6 +27,7 @@ _DEFAULTS: dict[str, Any] = {
     "num_beams": 1, "num_return_sequences": 1, "length_penalty": 1.0, "early_stopping": False,
     "min_length": 0, "max_length": 0, "no_repeat_ngram_size": 0, "repetition_penalty": 1.0,
     "renormalize_logits": False, "forced_eos_token_id": None, "bad_words_ids": [],
+    "suppress_tokens": [],
     "num_beam_groups": 1, "diversity_penalty": 0.0, "do_sample": False, "temperature": 1.0,
     "top_k": 50, "top_p": 1.0, "min_p": 0.0, "epsilon_cutoff": 0.0,
     "min_new_tokens": None, "max_new_tokens": None,
@@ -51,7 +52,7 @@ _SAME = {
 # ... and unsupported ones that affect results, with the values that do not.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "typical_p": (1.0,), "eta_cutoff": (0.0,), "top_h": (), "encoder_repetition_penalty": (1.0,),
-    "encoder_no_repeat_ngram_size": (0,), "forced_bos_token_id": (), "suppress_tokens": ([],),
+    "encoder_no_repeat_ngram_size": (0,), "forced_bos_token_id": (),
     "begin_suppress_tokens": ([],), "exponential_decay_length_penalty": (), "sequence_bias": (),
     "guidance_scale": (1.0,), "watermarking_config": (), "penalty_alpha": (0.0,),
     "constraints": (), "force_words_ids": (), "stop_strings": (), "max_time": (),
@@ -87,7 +88,7 @@ def to_decode(
             "length_penalty_kind": "average",
             "early_stopping": _EARLY_STOPPING[values["early_stopping"]],
             "force_end": _forces_end(values["forced_eos_token_id"], model),
-            "bad_word_ids": _bad_word_ids(values["bad_words_ids"], model),
+            "bad_word_ids": _bad_word_ids(values, model),
             "first_token": first,
             **_lengths(values, model),
         }
@@ -140,7 +141,7 @@ def from_decode(
         "max_length": decode.max_length + 1 if decode.max_length else model.max_length,
         "min_length": decode.min_length + 1 if decode.min_length else 0,
         "bad_words_ids": [
-            *([token] for token in forbidden_token_ids(model)),
+            *([token] for token in forbidden_token_ids(model, decode)),
             *([int(token) for token in phrase.split(",")] for phrase in decode.bad_word_ids),
         ],
     }
@@ -182,6 +183,7 @@ def _losses(decode: DecodeConfig) -> list[str]:
     supported = {
         *_SAME.values(), "length_penalty_kind", "early_stopping", "force_end", "bad_word_ids",
         "max_length", "min_length", "max_length_factor", "max_length_extra", "first_token",
+        "allow_padding",
     }  # fmt: skip
     notes = unsupported_options(decode, supported, "generate")
     if decode.length_penalty_kind != "average" and decode.length_penalty and decode.beam_size > 1:
@@ -200,11 +202,18 @@ def _first_token(given: Any, target: Tokenizer | None) -> str:
     return name if target.encode_parts([name]) == [[given]] else ""
 
 
-def _bad_word_ids(
-    phrases: Collection[Collection[int]], model: TransformerConfig
-) -> tuple[str, ...]:
-    """Returns the phrases, except single tokens that our search never chooses."""
-    never = [[token] for token in forbidden_token_ids(model)]
+def excluded_phrases(values: Mapping[str, Any]) -> list[Sequence[int]]:
+    """Returns the token sequences that the settings of `generate` exclude."""
+    return [
+        *(values.get("bad_words_ids") or []),
+        *([token] for token in values.get("suppress_tokens") or []),
+    ]
+
+
+def _bad_word_ids(values: Mapping[str, Any], model: TransformerConfig) -> tuple[str, ...]:
+    """Returns the excluded phrases, except single tokens that our search never chooses."""
+    phrases = excluded_phrases(values)
+    never = [[token] for token in forbidden_token_ids(model, DecodeConfig())]
     size = model.target_vocab_size or MAX_VOCABULARY
     for token in itertools.chain(*phrases):
         if type(token) is not int or not 0 <= token < size:
@@ -228,7 +237,8 @@ def _lengths(values: Mapping[str, Any], model: TransformerConfig) -> dict[str, A
     # max_length and min_length count the start token, max_new_tokens and min_new_tokens do not.
     longest = values["max_new_tokens"] or max(values["max_length"] - 1, 0)
     shortest = values["min_new_tokens"] or max(values["min_length"] - 1, 0)
-    if 0 < longest < model.max_length - 1:
+    table = None if model.position_kind == "t5_relative" else model.max_length
+    if longest and table not in (longest, longest + 1):
         # `generate` ends at max_length regardless of min_length; ours leaves room for the end.
         return {"min_length": min(shortest, longest - 1), "max_length": longest}
     return {"min_length": shortest, "max_length_factor": 2.0, "max_length_extra": 50}

@@ -15,7 +15,7 @@ import numpy as np
 import safetensors.numpy
 from safetensors import SafetensorError
 
-from flaxformer_mt.config import DataConfig, TransformerConfig
+from flaxformer_mt.config import DataConfig, ExperimentConfig, TransformerConfig
 from flaxformer_mt.data.tokenizers.dictionary_tokenizer import DictionaryTokenizer
 from flaxformer_mt.data.tokenizers.hub_tokenizer import (
     LANGUAGE_LAST,
@@ -48,6 +48,7 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
 _CARRIED_FILE = "carried.safetensors"
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _INDEX = ".index.json"
+_START = "decoder_start_token_id"
 _NARROW = ("float16", "bfloat16")
 
 # All but one of tied tensors are omitted; this is the one.
@@ -88,21 +89,31 @@ def read(
         class_notes = _tokenizer_class(settings, names, tokenizers.target)
         known = dict(hub.defaults)
         known |= {name: value for name, value in settings.items() if value is not None}
+        # Where the two files differ, `generate` follows that of its settings.
+        known |= {_START: search[_START]} if search.get(_START) is not None else {}
         known |= _end_of(known, tokenizers)
         checkpoint = checkpoints.unwrapped(hub.family, PublishedCheckpoint(tensors, known))
         model, params = checkpoints.from_checkpoint(hub.family, checkpoint, dict(overrides or {}))
         _check_sizes(settings, hub.sizes, model)
         _check_tokenizers(model, tokenizers)
-        for name, values in ((CONFIG, settings), (GENERATION, search)):
+        for name, values in (
+            (CONFIG, settings | {_START: known.get(_START)}),
+            (GENERATION, search),
+        ):
             _check_special_tokens(name, values, model)
         decode, notes = generation_config.to_decode(search, model, tokenizers.target)
-        notes += [*class_notes, *_allowed_padding(search, model, tokenizers)]
-    start = "decoder_start_token_id"
+        notes += class_notes
     is_chosen = "bos_id" in (overrides or {})
-    if all(values.get(start) is None for values in (known, search)) and not is_chosen:
+    if known.get(_START) is None and not is_chosen:
         notes.append(
-            f"no {start} is set: translations start from token {model.bos_id}, those of `generate` "
-            f"from bos_token_id; set {start}, or give --set bos_id=..."
+            f"no {_START} is set: translations start from token {model.bos_id}, those of "
+            f"`generate` from bos_token_id; set {_START}, or give --set bos_id=..."
+        )
+    if settings.get(_START) not in (None, model.bos_id):
+        notes.append(
+            f"{_START} is {settings[_START]} in {CONFIG}, and {model.bos_id} in {GENERATION}: "
+            f"translations start from {model.bos_id}, as those of `generate`; so does training "
+            f"here, but in transformers it starts from {settings[_START]}"
         )
     if all(search.get(name) is None for name in ("max_length", "max_new_tokens")):
         notes.append(
@@ -120,6 +131,7 @@ def read(
     carried = params.pop(CARRIED, {})
     kept[_CARRIED_FILE] = safetensors.numpy.save(carried, {"dtype": dtype})
     config = experiment(model, _data(names, tokenizers), decode)
+    notes += _allowed_padding(search, config, tokenizers)
     return ModelBundle(config, params, tokenizers, kept), tuple(notes)
 
 
@@ -157,10 +169,11 @@ def write(
         for name, content in tokenizer.items():
             (partial / name).write_bytes(content)
         written = _narrowed(tensors, dtype)
-        _write_json(partial / CONFIG, _settings(hub, model, stored) | _dtype(stored, written), kept)
+        settings = _settings(hub, model, stored, old) | _dtype(stored, written)
+        _write_json(partial / CONFIG, settings, kept)
         _write_json(partial / GENERATION, search, kept)
         checkpoint_files.write(partial / "model.safetensors", written)
-    return (*notes, *losses, *_allowed_padding(search, model, bundle.tokenizers))
+    return (*notes, *losses, *_allowed_padding(search, bundle.config, bundle.tokenizers))
 
 
 # Reading.
@@ -247,16 +260,18 @@ def _check_special_tokens(name: str, values: Mapping[str, Any], model: Transform
 
 
 def _allowed_padding(
-    search: Mapping[str, Any], model: TransformerConfig, tokenizers: Tokenizers
+    search: Mapping[str, Any], config: ExperimentConfig, tokenizers: Tokenizers
 ) -> list[str]:
-    """Returns a note if `generate` may choose the padding token, as a piece of the target."""
-    target = tokenizers.target
-    piece = target.hidden.get(model.pad_id) if isinstance(target, MarianTokenizer) else None
-    if piece is None or [model.pad_id] in (search.get("bad_words_ids") or []):
+    """Returns a note if `generate` may choose the padding token, but our search does not."""
+    target, padding = tokenizers.target, config.model.pad_id
+    is_excluded = [padding] in map(list, generation_config.excluded_phrases(search))
+    if config.decode.allow_padding or is_excluded:
         return []
+    piece = target.hidden.get(padding) if isinstance(target, MarianTokenizer) else None
+    hidden = "" if piece is None else f", which is the target's {piece!r}"
     return [
-        f"its generation settings allow the padding token {model.pad_id}, which is the target's "
-        f"{piece!r}: our search and other exports never choose it"
+        f"its generation settings allow the padding token {padding}{hidden}: our search and other "
+        "exports never choose it, unless you set decode.allow_padding=True"
     ]
 
 
@@ -359,7 +374,9 @@ def _dtype(kept: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict[s
     }
 
 
-def _settings(hub: HubFamily, model: TransformerConfig, kept: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(
+    hub: HubFamily, model: TransformerConfig, kept: Mapping[str, Any], search: Mapping[str, Any]
+) -> dict[str, Any]:
     model_type = str(kept.get("model_type", hub.model_type(model)))
     architectures = [hub.architectures[model_type]]
     values = {"architectures": architectures, "model_type": model_type}
@@ -371,6 +388,8 @@ def _settings(hub: HubFamily, model: TransformerConfig, kept: Mapping[str, Any])
     changed = {name: v for name, v in values.items() if name not in implied or implied[name] != v}
     if generation_config.is_one_of(model.eos_id, kept.get("eos_token_id")):
         del changed["eos_token_id"]
+    if search.get(_START) == model.bos_id:
+        changed.pop(_START, None)
     return dict(kept) | changed
 
 

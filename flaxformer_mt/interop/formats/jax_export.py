@@ -173,7 +173,7 @@ def metadata(bundle: ModelBundle) -> dict[str, Any]:
         "bos_id": model.bos_id,
         "eos_id": model.eos_id,
         "unk_id": {"source": source.unk_id, "target": target.unk_id},
-        "never_chosen": forbidden_token_ids(model),
+        "never_chosen": forbidden_token_ids(model, decode),
         "max_length": decode.max_length,
         "max_length_factor": decode.max_length_factor,
         "max_length_extra": decode.max_length_extra,
