@@ -214,7 +214,8 @@ def differences(pair, sources, beam_size, early_stopping, length_penalty, **othe
             zip(ours, expected[index], strict=True)
         ):
             lengths.append(len(own))
-            close = AFTER_TIE if own != their else 1e-4
+            # A negative penalty multiplies log-probabilities, and their rounding.
+            close = (AFTER_TIE if own != their else 1e-4) * max(1, abs(score) / 10)
             assert abs(score - their_score) <= close, (index, rank, ours, expected[index])
             if own != their:
                 kind = "tie" if abs(score - their_score) <= TIE else "after a tie"
