@@ -33,6 +33,9 @@ class Flags(ExperimentConfig):
     dry_run: bool = False
     """Check everything and print what would be trained, with shapes, parameters, memory and
     compilations, without training and without writing anything."""
+    accept_changes: bool = False
+    """Continue a run with other values of options, or other text, after its newest checkpoint; see
+    docs/training.md. Without it, such a change is refused."""
     coordinator: str = ""
     """HOST:PORT of the first of several processes that train together; see docs/scaling.md."""
     num_processes: int = 0
@@ -104,6 +107,11 @@ def train(flags: Flags, interruption: Interruption | None = None) -> None:
     if interruption is not None:
         interruption.install_handlers()  # JAX has replaced that of SIGTERM.
     if flags.dry_run:
-        experiment.dry_run(flags.experiment(), flags.workdir)
+        experiment.dry_run(flags.experiment(), flags.workdir, accept_changes=flags.accept_changes)
     else:
-        experiment.train(flags.experiment(), flags.workdir, interruption=interruption)
+        experiment.train(
+            flags.experiment(),
+            flags.workdir,
+            interruption=interruption,
+            accept_changes=flags.accept_changes,
+        )

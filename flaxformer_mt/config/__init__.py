@@ -7,7 +7,13 @@ declaration states its roles and bounds (`fields.py`).
 
 from flaxformer_mt.config.data import GENERATED, CorpusConfig, CorpusKind, DataConfig
 from flaxformer_mt.config.decode import DecodeConfig
-from flaxformer_mt.config.experiment import RESUMABLE_FIELDS, ExperimentConfig, differences
+from flaxformer_mt.config.experiment import (
+    CONTINUATIONS,
+    RESUMABLE_FIELDS,
+    ExperimentConfig,
+    changes,
+    differences,
+)
 from flaxformer_mt.config.model import TransformerConfig, with_vocabulary_sizes
 from flaxformer_mt.config.optimizer import OptimizerConfig
 from flaxformer_mt.config.parallel import ParallelConfig
@@ -15,6 +21,7 @@ from flaxformer_mt.config.serialization import from_dict, from_json, to_dict, to
 from flaxformer_mt.config.train import TrainConfig, ValidationMetric
 
 __all__ = [
+    "CONTINUATIONS",
     "GENERATED",
     "RESUMABLE_FIELDS",
     "CorpusConfig",
@@ -27,6 +34,7 @@ __all__ = [
     "TrainConfig",
     "TransformerConfig",
     "ValidationMetric",
+    "changes",
     "differences",
     "from_dict",
     "from_json",

@@ -2,8 +2,8 @@
 
 import dataclasses
 import typing
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Literal, TypeAlias
 
 from flaxformer_mt.config.data import CorpusConfig, DataConfig
 from flaxformer_mt.config.decode import DecodeConfig
@@ -117,28 +117,62 @@ def values_with(config: ExperimentConfig, *roles: FieldRole) -> dict[str, Any]:
 
 
 _FREE_ROLES = {FieldRole.SEARCH, FieldRole.START, FieldRole.RUNNING}
+_FIXED_ROLES = {
+    FieldRole.SHAPES,
+    FieldRole.VOCABULARY,
+    FieldRole.INITIALIZATION,
+    FieldRole.ARCHITECTURE,
+}
 
-RESUMABLE_FIELDS = frozenset(
-    f"{group}.{field.name}"
+Continuation: TypeAlias = Literal["free", "noted", "accepted", "never"]
+"""Whether a run may be continued with another value of an option. free: its parameters do not
+depend on it; noted: only their rounding or random draws do; accepted: with --accept-changes; never:
+the parameters would not fit, or not mean the same."""
+
+
+def _continuation(name: str, roles: Collection[FieldRole]) -> Continuation:
+    if _FIXED_ROLES.intersection(roles):
+        return "never"
+    if _FREE_ROLES.issuperset(roles):
+        return "free"
+    is_precision = name in ("model.dtype", "model.param_dtype")
+    if not is_precision and {*_FREE_ROLES, FieldRole.NUMERICS}.issuperset(roles):
+        return "noted"
+    return "accepted"
+
+
+CONTINUATIONS: Mapping[str, Continuation] = {
+    name: _continuation(name, roles_of(field))
     for group, kind in groups().items()
     for field in dataclasses.fields(kind)
-    if roles_of(field) <= _FREE_ROLES
-)
+    for name in [f"{group}.{field.name}"]
+}
+"""Of each option."""
+
+RESUMABLE_FIELDS = frozenset(name for name, kind in CONTINUATIONS.items() if kind == "free")
 """Options with whose change a run may be continued: its parameters do not depend on them."""
 
 
-def differences(stored: ExperimentConfig, given: ExperimentConfig) -> list[str]:
-    """Returns what forbids continuing a run: "model.d_model: 128 in the run, 256 now", ..."""
+def changes(stored: ExperimentConfig, given: ExperimentConfig) -> dict[str, tuple[Any, Any]]:
+    """Returns the JSON values, before and after, of options that are not free and differ."""
     resumable = RESUMABLE_FIELDS
     if stored.optimizer.schedule == "one_cycle" and not stored.optimizer.total_steps:
         # The learning rate of every step depends on the number of steps.
         resumable = resumable - {"train.num_steps"}
     ours, theirs = _without_paths(stored), _without_paths(given)
-    return [
-        f"{group}.{name}: {value} in the run, {theirs[group][name]} now"
+    return {
+        f"{group}.{name}": (value, theirs[group][name])
         for group, values in ours.items()
         for name, value in values.items()
         if value != theirs[group][name] and f"{group}.{name}" not in resumable
+    }
+
+
+def differences(stored: ExperimentConfig, given: ExperimentConfig) -> list[str]:
+    """Returns `changes` in words: "model.d_model: 128 in the run, 256 now", ..."""
+    return [
+        f"{name}: {before} in the run, {after} now"
+        for name, (before, after) in changes(stored, given).items()
     ]
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import typing
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flaxformer_mt.config.data import DataConfig, of_earlier_versions
@@ -63,9 +64,14 @@ def _from_json_value(value: Any, hint: Any, bounds: Bounds | None, name: str) ->
     return value
 
 
-def to_json(config: ExperimentConfig) -> str:
+HISTORY = "history"
+"""The member of `config.json` that lists how options were changed in the course of a run."""
+
+
+def to_json(config: ExperimentConfig, history: Sequence[Mapping[str, Any]] = ()) -> str:
     """Returns a configuration as the text of a run folder's `config.json`."""
-    return json.dumps(to_dict(config), indent=2) + "\n"
+    values = to_dict(config) | ({HISTORY: [*history]} if history else {})
+    return json.dumps(values, indent=2) + "\n"
 
 
 def from_json(text: str) -> ExperimentConfig:
@@ -78,4 +84,5 @@ def from_json(text: str) -> ExperimentConfig:
         "this is the configuration of a Hugging Face model: make a run of its folder with "
         "`flaxformer-mt convert --from marian FOLDER RUN`",
     )
+    values.pop(HISTORY, None)
     return from_dict(values)

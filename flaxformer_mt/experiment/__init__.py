@@ -70,6 +70,7 @@ def train(
     writers: Sequence[Writer] = (),
     console: Console | None = None,
     interruption: Interruption | None = None,
+    accept_changes: bool = False,
 ) -> Run:
     """Trains an experiment, or continues it, and evaluates the best checkpoint on the test corpus.
 
@@ -104,6 +105,8 @@ def train(
       console: prints the progress; by default to standard output.
       interruption: stops training in an orderly way, and saves; by default Ctrl-C and SIGTERM do,
         if this is the main thread.
+      accept_changes: continue a run with other values of some options, or other text, after its
+        newest checkpoint; see docs/training.md. `config.json` keeps the history.
 
     Raises:
       TypeError: an argument is of another type.
@@ -122,10 +125,12 @@ def train(
     if isinstance(callbacks, Iterator):
         callbacks = list(callbacks)
     Callbacks(callbacks)  # Raises now what `fit` would raise.
-    check_before_start(config, workdir)
+    check_before_start(config, workdir, accept_changes)
     require_training_memory(config, make_devices(config))
     with open_folder(workdir, console.print) as folder:
-        experiment = prepare(config, folder, objective=objective, frozen=frozen)
+        experiment = prepare(
+            config, folder, objective=objective, frozen=frozen, accept_changes=accept_changes
+        )
         print_labelled(experiment.report(), console)
         given = contextlib.nullcontext(interruption)
         with given if interruption else handle_signals() as handled:
@@ -138,7 +143,12 @@ def train(
     return Run(workdir)
 
 
-def dry_run(config: ExperimentConfig, workdir: str | Path, console: Console | None = None) -> None:
+def dry_run(
+    config: ExperimentConfig,
+    workdir: str | Path,
+    console: Console | None = None,
+    accept_changes: bool = False,
+) -> None:
     """Checks an experiment and prints what would be trained, without writing anything.
 
     Errors as in `train`, except that too little memory is only printed: the run may be meant for
@@ -147,10 +157,12 @@ def dry_run(config: ExperimentConfig, workdir: str | Path, console: Console | No
     workdir, console = Path(workdir), console or make_console()
     if jax.process_count() > 1:
         raise UserError("--dry-run is for one process: start it without the others")
-    check_before_start(config, workdir)
+    check_before_start(config, workdir, accept_changes)
     atomic.require_writable(workdir)
     with tempfile.TemporaryDirectory() as cache:
-        experiment = prepare(config, workdir, cache_folder=Path(cache), write=False)
+        experiment = prepare(
+            config, workdir, cache_folder=Path(cache), write=False, accept_changes=accept_changes
+        )
         print_labelled(experiment.report(), console)
         print_labelled(experiment.export_obstacles(), console)
         try:

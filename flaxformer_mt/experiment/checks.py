@@ -24,7 +24,9 @@ from flaxformer_mt.training.optimizer import make_schedule
 from flaxformer_mt.training.parameters import split
 
 
-def check_before_start(config: ExperimentConfig, workdir: Path) -> None:
+def check_before_start(
+    config: ExperimentConfig, workdir: Path, accept_changes: bool = False
+) -> None:
     """Raises errors that can be found before anything is read or written."""
     for name in ("dtype", "param_dtype"):
         if (
@@ -39,7 +41,7 @@ def check_before_start(config: ExperimentConfig, workdir: Path) -> None:
     make_devices(config)
     make_schedule(config.optimizer, config.model.d_model, config.train.num_steps)
     packed_shape(config)
-    holds_run(workdir, config)
+    holds_run(workdir, config, accept_changes)
     if config.train.freeze:
         # Raises what is wrong with it. The sizes of the vocabularies are not known yet.
         model = with_vocabulary_sizes(config.model, 1, 1)

@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -13,9 +13,11 @@ from flaxformer_mt import distributed
 from flaxformer_mt.data.dataset import EvaluationSet
 from flaxformer_mt.decoding.translator import into_languages
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.experiment import continuation
 from flaxformer_mt.experiment.parts import Experiment
 from flaxformer_mt.interruption import Interrupted, Interruption
 from flaxformer_mt.memory_limits import explained_exhaustion
+from flaxformer_mt.runs import changes
 from flaxformer_mt.runs.checkpoint import Checkpoints, restore_params
 from flaxformer_mt.runs.layout import METRICS, TENSORBOARD
 from flaxformer_mt.standard_output import BestEffortOutput
@@ -25,6 +27,8 @@ from flaxformer_mt.training.parameters import Params
 from flaxformer_mt.training.reporting.callbacks import Callback, Callbacks
 from flaxformer_mt.training.reporting.console import ConsoleWriter, Sample, print_labelled
 from flaxformer_mt.training.reporting.metrics import JsonLinesWriter, TensorBoardWriter, Writer
+from flaxformer_mt.training.reporting.progress import Progress
+from flaxformer_mt.training.state import TrainState
 
 _LESS_MEMORY = (
     "set model.remat=full, or parallel.fsdp with several devices; a new run can also have more "
@@ -85,8 +89,24 @@ def fit(
             workdir, config.keep_last, config.keep_best, config.best_metric, console.print
         ) as checkpointer,
     ):
-        is_new = checkpointer.latest_step() is None
-        state = experiment.initial_state() if is_new else experiment.abstract_state()
+        latest = checkpointer.latest_step()
+        history = changes.read(workdir)
+        pending = [] if latest is None else [each for each in history if each["step"] >= latest]
+        if latest is None:
+            state = experiment.initial_state()
+        else:
+            earlier = changes.before(experiment.config, pending) if pending else None
+            state = experiment.abstract_state(earlier)
+        for line in _announced(pending, state, experiment):
+            console.print(line)
+
+        def adapt(state: TrainState, progress: Progress) -> tuple[TrainState, Progress]:
+            if not pending:
+                return state, progress
+            like = experiment.abstract_state()
+            state = continuation.adapted_state(state, like, experiment.optimizer, config.freeze)
+            return state, continuation.adapted_progress(progress, pending)
+
         train_step = experiment.compile_train_step()
         train_step.on_compile = display.compiling
         with (
@@ -111,6 +131,8 @@ def fit(
                     ),
                     announce=console.print,
                     on_step=display.advance,
+                    adapt=adapt,
+                    changes=continuation.missing_lines(workdir, history, latest or 0),
                 )
             except Interrupted as interrupted:
                 if not watching.is_stopping:
@@ -119,6 +141,18 @@ def fit(
             # While signals are still deferred.
             checkpointer.wait()
             watching.finish()
+
+
+def _announced(
+    pending: Sequence[Mapping[str, Any]], state: TrainState, experiment: Experiment
+) -> Iterator[str]:
+    """Yields what is said about changes after the newest checkpoint, whose shapes are `state`."""
+    for entry in pending:
+        yield f"changed after step {entry['step']:,}: {changes.described(entry)}"
+    if continuation.begins_epoch(pending):
+        yield "the data begin with a new epoch"
+    if not continuation.keeps_optimizer(state, experiment.state_shapes):
+        yield "the optimizer's state begins anew, but for its count of updates"
 
 
 def evaluate_test(

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import optax
 
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.data.dataset import Dataset
@@ -25,6 +26,13 @@ from flaxformer_mt.training.sharding import check_rules
 from flaxformer_mt.training.state import TrainState, create_state
 from flaxformer_mt.training.step import train_step
 from flaxformer_mt.training.warm_start import load_parameters, load_teacher, start_from
+
+
+def _state_maker(
+    config: ExperimentConfig, optimizer: optax.GradientTransformation
+) -> Callable[[jax.Array], TrainState]:
+    model = Transformer(config.model)
+    return functools.partial(create_state, model=model, optimizer=optimizer, config=config.train)
 
 
 class Experiment:
@@ -49,9 +57,7 @@ class Experiment:
             config.optimizer, config.model.d_model, config.train.num_steps
         )
         self.optimizer = make_optimizer(config.optimizer, self.schedule)
-        self.make_state: Callable[[jax.Array], TrainState] = functools.partial(
-            create_state, model=self.model, optimizer=self.optimizer, config=config.train
-        )
+        self.make_state = _state_maker(config, self.optimizer)
         self.state_shapes: TrainState = jax.eval_shape(self.make_state, seed_key(0))
         self.validation = Validation(config, dataset, self.devices)
         if objective is not None:
@@ -125,9 +131,17 @@ class Experiment:
         params = self.load_given_parameters()
         return state if params is None else start_from(state, params, mesh, rules)
 
-    def abstract_state(self) -> TrainState:
-        """Returns the shapes, dtypes and shardings of the state, to restore a checkpoint into."""
-        return devices.abstract(self.state_shapes, self.devices.mesh, self.devices.rules)
+    def abstract_state(self, config: ExperimentConfig | None = None) -> TrainState:
+        """Returns the shapes, dtypes and shardings of the state, to restore a checkpoint into.
+
+        `config` is an earlier configuration of the run, with which the checkpoint was written.
+        """
+        shapes = self.state_shapes
+        if config is not None:
+            schedule = make_schedule(config.optimizer, config.model.d_model, config.train.num_steps)
+            optimizer = make_optimizer(config.optimizer, schedule)
+            shapes = jax.eval_shape(_state_maker(config, optimizer), seed_key(0))
+        return devices.abstract(shapes, self.devices.mesh, self.devices.rules)
 
     def stream(self, position: DataPosition) -> Prefetched[Batch]:
         """Returns an iterator of batches on the devices, from a position in the data."""

@@ -28,6 +28,7 @@ def prepare(
     write: bool = True,
     objective: UserObjective | None = None,
     frozen: Any = None,
+    accept_changes: bool = False,
 ) -> Experiment:
     """Builds the experiment of a new run, or of the run in a folder.
 
@@ -40,13 +41,14 @@ def prepare(
       write: whether to write a new run's configuration, vocabulary and fingerprints.
       objective: as of `train`.
       frozen: as of `train`.
+      accept_changes: as of `train`.
     """
     if not distributed.is_main():
         distributed.barrier("data")
         if write:
             require_shared(workdir)
     require_objective(given.train, objective)
-    continued = run_folder.holds_run(workdir, given)
+    continued = run_folder.holds_run(workdir, given, accept_changes)
     if continued:
         given = run_folder.with_stored_start(workdir, given)
     else:
@@ -59,7 +61,8 @@ def prepare(
         check_not_blank(of_role, given.model.has_inputs)
     if continued:
         tokenizers = run_folder.read_tokenizers(workdir)
-        run_folder.check_corpora(workdir, corpora)
+        if not accept_changes:
+            run_folder.check_corpora(workdir, corpora)
     else:
         if given.model.has_inputs and given.data.check_languages:
             check_languages(corpora["train"], [*corpora["valid"], *corpora["test"]])
@@ -91,7 +94,7 @@ def prepare(
             held_out = [*corpora["valid"], *corpora["test"]]
             warn_of_shared_text(corpora["train"], held_out, given.data, given.model.has_inputs)
         if write and continued:
-            run_folder.update_config(workdir, given)
+            run_folder.update_config(workdir, given, corpora)
         elif write:
             run_folder.write_run(workdir, given, corpora, tokenizers)
         distributed.barrier("data")

@@ -10,6 +10,7 @@ import numpy as np
 
 from flaxformer_mt.plotting import drawing
 from flaxformer_mt.plotting.history import Axis, History, smoothed
+from flaxformer_mt.runs.changes import SPLIT
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -118,6 +119,9 @@ _BEST: dict[str, Any] = {
 }  # fmt: skip
 
 
+_CHANGED: dict[str, Any] = {"color": INK, "linestyle": ":", "linewidth": 0.9, "alpha": 0.7}
+
+
 @dataclasses.dataclass(frozen=True)
 class Panels:
     """The panels of some metrics."""
@@ -169,6 +173,9 @@ class Panels:
             axes.plot(x, _shown(y, metric), **style.validation())
             is_best = x == history.positions(np.array([history.best_step or np.nan]), self.axis)
             axes.plot(x[is_best], _shown(y[is_best], metric), zorder=3, **_BEST)
+            changed = np.array([row["step"] for row in history.of(SPLIT)], float)
+            for position in history.positions(changed, self.axis):
+                axes.axvline(position, **_CHANGED)
         low, high = axes.dataLim.intervaly
         if metric.is_log and high > _LOG_RATIO * low:
             axes.set_yscale("log")
@@ -204,6 +211,8 @@ class Panels:
             kinds["validation"] = neutral.validation()
         if any(history.best_step is not None for history in self.histories):
             kinds["best checkpoint"] = _BEST
+        if any(history.of(SPLIT) for history in self.histories):
+            kinds["options changed"] = _CHANGED
         return kinds
 
 

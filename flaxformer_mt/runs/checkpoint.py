@@ -108,7 +108,7 @@ class Checkpoints:
                 step_folders.remove_leftovers(self._folder)
                 with atomic.workspace(self._folder):
                     pass  # Fails now rather than at the first save.
-            self._scores, damaged = step_folders.verified(self._folder)
+            self._scores, damaged = step_folders.verified(self._folder, metric=best_metric)
             with _explained(problem):
                 for step, cause in damaged.items():
                     aside = step_folders.set_aside(self._folder, step)
@@ -264,7 +264,9 @@ class Checkpoints:
                 step_folders.commit(self._folder, partial, record)
                 self._workspaces.close()
                 data_file.mark_trained(self.run_folder)
-                self._scores[step] = step_folders.score(record)
+                self._scores[step] = step_folders.ranking_score(
+                    self._best_metric, record["figures"]
+                )
         kept = kept_steps(self._scores, self._keep_last, self._keep_best)
         for superfluous in self._scores.keys() - kept:
             with _explained(

@@ -20,7 +20,7 @@ from flaxformer_mt.config.fields import FieldRole, names_with
 from flaxformer_mt.data.corpora.corpus import Corpus
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError, prefixed
-from flaxformer_mt.runs import atomic, data_file, layout, manifest, step_folders
+from flaxformer_mt.runs import atomic, changes, data_file, layout, manifest, step_folders
 
 Corpora: TypeAlias = Mapping[str, Sequence[Corpus]]
 """The corpora of "train", "valid" and "test"."""
@@ -92,7 +92,8 @@ def read_config(folder: str | Path) -> ExperimentConfig:
         config = configuration.from_json(text)
     recorded = data_file.read(folder).get(data_file.CONFIG)
     if recorded is not None:
-        changed = configuration.differences(configuration.from_dict(recorded), config)
+        original = changes.before(config, changes.read(folder))
+        changed = configuration.differences(configuration.from_dict(recorded), original)
         if changed:
             raise UserError(
                 f"{path} is damaged or was changed ({'; '.join(changed)}): restore these values, "
@@ -131,7 +132,7 @@ def read_origin(folder: str | Path) -> dict[str, bytes]:
 
 def read_fingerprints(folder: str | Path) -> dict[str, Any] | None:
     """Reads the data fingerprints of a run; None if it has none, as a converted model."""
-    values = data_file.read(folder)
+    values = _with_corpora(folder, data_file.read(folder))
     if not values.keys() & set(data_file.CORPORA):
         return None
     return {
@@ -139,8 +140,21 @@ def read_fingerprints(folder: str | Path) -> dict[str, Any] | None:
     }
 
 
-def holds_run(workdir: Path, experiment: ExperimentConfig) -> bool:
+def _with_corpora(folder: str | Path, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the content of `data.json` with the corpora that a run was changed to."""
+    result = dict(values)
+    for entry in changes.read(folder) if Path(folder, layout.CONFIG).exists() else ():
+        result |= entry["corpora"]
+    return result
+
+
+def holds_run(workdir: Path, experiment: ExperimentConfig, accept_changes: bool = False) -> bool:
     """Returns whether the folder holds a run of this experiment, to be continued.
+
+    Args:
+      workdir: the folder.
+      experiment: the configuration that was given.
+      accept_changes: whether the run may be continued with other values of some options.
 
     Raises:
       UserError: it holds a run of another experiment, or parts of it are missing or damaged.
@@ -160,19 +174,31 @@ def holds_run(workdir: Path, experiment: ExperimentConfig) -> bool:
             "restore them, or give another --workdir to begin anew"
         )
     stored = read_config(workdir)
-    changed = configuration.differences(stored, experiment)
-    if changed:
+    if configuration.changes(stored, experiment):
         # The run took what was left open from its vocabulary.
         model = read_tokenizers(workdir).with_ids(experiment.model)
-        changed = configuration.differences(stored, dataclasses.replace(experiment, model=model))
+        experiment = dataclasses.replace(experiment, model=model)
+    differences = dict(
+        zip(
+            configuration.changes(stored, experiment),
+            configuration.differences(stored, experiment),
+            strict=True,
+        )
+    )
     starts = stored.train.init_from, experiment.train.init_from
+    kinds = dict(configuration.CONTINUATIONS)
     if starts[0] != starts[1] and not step_folders.has_any(workdir):
         # Before its first checkpoint, a run is continued from its start.
-        changed.append("train.init_from: {!r} in the run, {!r} now".format(*starts))
-    if changed:
+        differences["train.init_from"] = "train.init_from: {!r} in the run, {!r} now".format(
+            *starts
+        )
+        kinds["train.init_from"] = "never"
+    never = [text for name, text in differences.items() if kinds[name] == "never"]
+    refused = [text for name, text in differences.items() if kinds[name] != "noted"]
+    if never or (refused and not accept_changes):
         raise UserError(
-            f"{workdir} holds a run of another configuration ({'; '.join(changed)}): "
-            "give these values, or another --workdir"
+            f"{workdir} holds a run of another configuration ({'; '.join(never or refused)}): "
+            f"give these values, {_NEW_START.format(workdir) if never else _ACCEPT}"
         )
     return True
 
@@ -197,16 +223,26 @@ def _require_no_remains(workdir: Path) -> None:
         )
 
 
+_NEW_START = (
+    "or another --workdir, for a new run: --train.init-from={} starts it from these parameters if "
+    "they fit, and begins steps, optimizer and data anew"
+)
+_ACCEPT = (
+    "--accept-changes to go on with the new ones after the newest checkpoint (no uninterrupted run "
+    "equals that one), or another --workdir"
+)
+
+
 def check_corpora(workdir: Path, corpora: Corpora) -> None:
-    """Raises `UserError` unless corpora are those that a run was started with."""
-    stored = data_file.read(workdir)
+    """Raises `UserError` unless corpora are those that a run is trained with."""
+    stored = _with_corpora(workdir, data_file.read(workdir))
     for split, parts in corpora.items():
         recorded = stored.get(split, [])
         for number, corpus in enumerate(parts):
             if recorded[number : number + 1] != [corpus.fingerprint]:
                 raise UserError(
                     f"the {split} corpus ({corpus.name}) is not the text that the run in "
-                    f"{workdir} was started with: restore it, or give another --workdir"
+                    f"{workdir} was started with: restore it, {_ACCEPT}"
                 )
 
 
@@ -262,10 +298,24 @@ def with_stored_start(workdir: Path, experiment: ExperimentConfig) -> Experiment
     return configuration.from_dict(values)
 
 
-def update_config(workdir: Path, experiment: ExperimentConfig) -> None:
-    """Writes the options that a continued run was given to `config.json`, for other commands."""
-    if experiment != read_config(workdir):
-        atomic.write_text(workdir / layout.CONFIG, configuration.to_json(experiment))
+def update_config(workdir: Path, experiment: ExperimentConfig, corpora: Corpora) -> None:
+    """Writes the options that a continued run was given to `config.json`, for other commands.
+
+    Those that its parameters depend on, and other text, are added to its history.
+    """
+    stored, history = read_config(workdir), changes.read(workdir)
+    known = _with_corpora(workdir, data_file.read(workdir))
+    texts = {split: [corpus.fingerprint for corpus in parts] for split, parts in corpora.items()}
+    entry = {
+        "step": max(step_folders.steps_in(step_folders.folder_of(workdir)), default=0),
+        "options": configuration.changes(stored, experiment),
+        "corpora": {split: own for split, own in texts.items() if own != known.get(split, [])},
+    }
+    if entry["options"] or entry["corpora"]:
+        history = [*history, entry]
+    if experiment != stored or len(history) > len(changes.read(workdir)):
+        text = configuration.to_json(experiment, history)
+        atomic.write_text(workdir / layout.CONFIG, text)
 
 
 def fingerprints(tokenizers: Tokenizers) -> dict[str, str]:

@@ -159,15 +159,18 @@ def advice(damaged: Path) -> str:
 
 
 def verified(
-    folder: Path, names: Sequence[str] | None = None
+    folder: Path, names: Sequence[str] | None = None, metric: ValidationMetric | None = None
 ) -> tuple[dict[int, float], dict[int, str]]:
     """Verifies all checkpoints, or only the files `names` of each.
+
+    `metric` ranks them, by default that of the newest; those that another one ranked have no score.
 
     Returns:
       The scores of intact ones, and the damage of others. One that training has removed in the
       meantime is neither.
     """
-    scores, causes = {}, {}
+    records: dict[int, dict[str, Any]] = {}
+    causes = {}
     for step in steps_in(folder):
         path = folder / str(step)
         with in_use(folder, [step]) as is_there:
@@ -175,8 +178,10 @@ def verified(
             if cause and path.is_dir():
                 causes[step] = cause
             elif is_there and not cause:
-                scores[step] = score(read_record(path))
-    return scores, causes
+                records[step] = read_record(path)
+    if records:
+        metric = metric or records[max(records)]["best_metric"]
+    return {step: ranking_score(metric, own["figures"]) for step, own in records.items()}, causes
 
 
 def check_run(record: Mapping[str, Any], path: Path, run_id: str | None) -> None:
@@ -221,17 +226,12 @@ def read_record(path: Path) -> dict[str, Any]:
     return json.loads((path / layout.PROGRESS).read_bytes())
 
 
-def score(record: Mapping[str, Any]) -> float:
-    """Returns the ranking score of a checkpoint from its record; higher is better."""
-    return ranking_score(record["best_metric"], record["figures"])
-
-
-def ranking_score(metric: ValidationMetric, metrics: Mapping[str, Any]) -> float:
+def ranking_score(metric: ValidationMetric | None, metrics: Mapping[str, Any]) -> float:
     """Returns the score of a validation by one of its metrics; higher is better.
 
     It is the metric, negated if lower is better; -inf if it is missing or not finite.
     """
-    value = metrics.get(metric, math.nan)
+    value = metrics.get(metric or "", math.nan)
     if not math.isfinite(value):
         return -math.inf
     return -value if metric in _LOWER_IS_BETTER else value

@@ -21,7 +21,7 @@ from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.memory_limits import LESS_ON_DEVICE, explained_exhaustion
 from flaxformer_mt.model.functional import parameter_shapes
-from flaxformer_mt.runs import atomic, data_file
+from flaxformer_mt.runs import atomic, changes, data_file
 from flaxformer_mt.runs.folder import (
     fingerprints,
     read_config,
@@ -153,6 +153,10 @@ def describe_run(
         "tokenizer_fingerprints": fingerprints(run.tokenizers),
         "data_fingerprints": read_fingerprints(folder),
         "hold_out": data_file.read(folder).get(data_file.HOLD_OUT),
+        "changes": [
+            f"after step {entry['step']}: {changes.described(entry)}"
+            for entry in changes.read(folder)
+        ],
         "config": configuration.to_dict(run.config),
     }
 

@@ -16,6 +16,7 @@ from flaxformer_mt.data.stream.prefetch import Prefetched
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interruption import Interrupted
 from flaxformer_mt.objectives.cross_entropy import Metrics
+from flaxformer_mt.runs.changes import SPLIT
 from flaxformer_mt.runs.checkpoint import Checkpoints
 from flaxformer_mt.runs.layout import PROFILE
 from flaxformer_mt.runs.step_folders import ranking_score
@@ -41,6 +42,8 @@ def train(
     should_stop: Callable[[int], bool] = lambda step: False,
     announce: Callable[[str], None] = print,
     on_step: Callable[[int, Metrics], None] = lambda step, metrics: None,
+    adapt: Callable[[TrainState, Progress], tuple[TrainState, Progress]] = lambda *each: each,
+    changes: Sequence[tuple[int, MetricValues]] = (),
 ) -> TrainState:
     """Trains up to `config.num_steps`, from the newest checkpoint if there is one.
 
@@ -63,6 +66,8 @@ def train(
       announce: called with each line of other news for the user.
       on_step: called with the number and the metrics, on the host, of each step when it is
         finished, which is after the next one was dispatched.
+      adapt: called with the state and the progress of the checkpoint; returns those to go on with.
+      changes: steps after which options were changed, and what the writers receive about it.
 
     Raises:
       Interrupted: `should_stop` returned True; a checkpoint was written.
@@ -72,7 +77,7 @@ def train(
     progress = Progress()
     if checkpointer.latest_step() is not None:
         state, saved = checkpointer.restore(state)
-        progress = Progress.from_json(saved)
+        state, progress = adapt(state, Progress.from_json(saved))
     first, last = int(state.step), config.num_steps
 
     with contextlib.ExitStack() as stack:
@@ -83,6 +88,9 @@ def train(
         def write(step: int, split: str, values: MetricValues, is_best: bool = False) -> None:
             for writer in writers:
                 writer.write(step, split, values, is_best)
+
+        for step, values in changes:
+            write(step, SPLIT, values)
 
         def write_training(step: int) -> None:
             started.wait()

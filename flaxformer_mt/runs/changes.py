@@ -1,0 +1,45 @@
+"""How the options of a run were changed in its course: the history in its `config.json`.
+
+Each entry has the `step` of the checkpoint after which a change took effect, the values of the
+changed `options` before and after it, and new fingerprints of the `corpora` whose text changed. The
+steps after an entry were made with the values of all entries up to it.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flaxformer_mt import config as configuration
+from flaxformer_mt.config import ExperimentConfig
+from flaxformer_mt.config.serialization import HISTORY
+from flaxformer_mt.input_files import read_json
+from flaxformer_mt.runs.layout import CONFIG
+
+SPLIT = "change"
+"""The split of the line of `metrics.jsonl` about a change."""
+
+
+def read(folder: str | Path) -> list[dict[str, Any]]:
+    """Reads the history of a run, oldest first."""
+    values = read_json(Path(folder, CONFIG))
+    return values.get(HISTORY, []) if isinstance(values, dict) else []
+
+
+def before(config: ExperimentConfig, history: Sequence[Mapping[str, Any]]) -> ExperimentConfig:
+    """Returns the configuration of a run before the last entries of its history."""
+    values = configuration.to_dict(config)
+    for entry in reversed(history):
+        for name, (old, _) in entry["options"].items():
+            group, field = name.split(".")
+            values[group][field] = old
+    return configuration.from_dict(values)
+
+
+def described(entry: Mapping[str, Any]) -> str:
+    """Returns an entry in words: "optimizer.learning_rate: 0.001 -> 0.0005; train text"."""
+    options = (
+        f"{name}: {json.dumps(old)} -> {json.dumps(new)}"
+        for name, (old, new) in entry["options"].items()
+    )
+    return "; ".join([*options, *(f"text of {split}" for split in entry["corpora"])])
