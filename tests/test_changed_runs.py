@@ -38,7 +38,9 @@ def experiment_of(folder):
         model=TransformerConfig(
             d_model=8, num_heads=2, d_ff=16, num_encoder_layers=1, num_decoder_layers=1
         ),
-        data=DataConfig(test_split="", vocab_size=280, target_row_length=32, source_row_length=32, **corpora),
+        data=DataConfig(
+            test_split="", vocab_size=280, target_row_length=32, source_row_length=32, **corpora
+        ),
         train=TrainConfig(
             num_steps=4, batch_tokens=256, eval_every=2, checkpoint_every=4, log_every=2,
             eval_sentences=1, best_metric="loss",
