@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.interop.families.double_projection import layers
 from flaxformer_mt.parity.references import common
 from flaxformer_mt.parity.trace import Tap
 
@@ -130,22 +131,14 @@ build = Layers
 
 def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
     # A head's query, key and value are what its second linear map gives.
-    by_head = ("query", "key", "value", "scores", "weights")
-    projected = by_head[:3]
+    projected = ("query", "key", "value")
 
-    def in_stack(side, stack, attentions):
-        linears = ("attention.W_q", "attention.W_k", "attention.W_v", "W_o")
-        norms = [f"norm{index + 1}" for index in range(len(attentions) + 1)]
-        network, layer = ("feed_forward.0", "feed_forward.2"), f"{stack}.{{layer}}"
-        found = common.layer_taps(
-            stack, layer, attentions, linears, network, norms, "post", softmax="attention"
-        )
+    def in_stack(side, stack, sublayers, found):
         # The notebook calls the inner attention once for each head.
         for site, tap in found.items():
             name = site.rpartition("/")[2]
-            if name in by_head:
+            if name in (*projected, "scores", "weights"):
                 reshape = common.heads_joined if name in projected else None
                 found[site] = tap._replace(reshape=reshape, is_by_head=True)
-        return found
 
-    return common.both_stacks(config, in_stack, ("self_attention", "cross_attention"))
+    return common.both_stacks(config, layers(1, 1), in_stack, softmax="attention")
