@@ -29,15 +29,11 @@ class ScaledDotProductAttention(nn.Module):
         self.W_k = nn.Linear(d_k, d_k)
         self.W_v = nn.Linear(d_k, d_k)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Context [..., T, d_k] and weights [..., T, S]; inputs are [..., T or S, d_k]."""
         q, k, v = self.W_q(q), self.W_k(k), self.W_v(v)
         scores = q @ k.transpose(-2, -1) / math.sqrt(self.d_k)
-        if mask is not None:
-            scores = scores.masked_fill(mask == 0, common.MASKED_SCORE)
-        weights = scores.softmax(dim=-1)
+        weights = scores.masked_fill(mask == 0, common.MASKED_SCORE).softmax(dim=-1)
         return weights @ v, weights
 
 
@@ -58,15 +54,13 @@ class MultiHeadAttention(nn.Module):
         self.W_o = nn.Linear(d_model, d_model)
         self.attention = ScaledDotProductAttention(d_model // self.num_heads)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """[B, T, D], and the weights averaged over heads [B, T, S]; mask [B, 1 or T, S]."""
         heads, weights = self.attention(
             common.split_heads(self.W_q(q), self.num_heads),
             common.split_heads(self.W_k(k), self.num_heads),
             common.split_heads(self.W_v(v), self.num_heads),
-            None if mask is None else mask.unsqueeze(1),
+            mask.unsqueeze(1),
         )  # [B, H, T, K] and [B, H, T, S]
         if self.published_head_join:
             joined = torch.cat(heads.unbind(dim=1), dim=0).view(*q.shape)
@@ -95,7 +89,7 @@ class Layer(nn.Module):
             self.norm3 = nn.LayerNorm(d_model)
         self.dropout = nn.Dropout(config.dropout_rate)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, *source: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor, *source: Tensor) -> Tensor:
         x = self.norm1(x + self.dropout(self.self_attention(x, x, x, mask)[0]))
         if not source:
             return self.norm2(x + self.dropout(self.feed_forward(x)))
