@@ -159,5 +159,4 @@ def _attention_weights(
     result: Any = Transformer(model).apply(
         {"params": params}, source, inputs, return_attention=True
     )
-    weights: AttentionWeights = result[1]
-    return weights
+    return result[1]

@@ -16,25 +16,14 @@ from flaxformer_mt.evaluation.metrics import (
     DEFAULT_TOKENIZER,
     STANDARD,
     FunctionMetric,
-    MetricFunction,
     MetricOptions,
     Separation,
     sacrebleu_metric,
     separation_of,
 )
+from flaxformer_mt.evaluation.metrics import MetricFunction as MetricFunction
 from flaxformer_mt.evaluation.significance import MetricScore, check_resampling, score_systems
 from flaxformer_mt.writing_systems import has_visible
-
-__all__ = [
-    "STANDARD",
-    "MetricFunction",
-    "MetricOptions",
-    "MetricScore",
-    "check_options",
-    "compare",
-    "evaluate",
-    "flattened",
-]
 
 _log = logging.getLogger(__name__)
 

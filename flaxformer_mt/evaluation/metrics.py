@@ -8,15 +8,9 @@ import numpy as np
 from sacrebleu.metrics import BLEU, CHRF, TER
 from sacrebleu.metrics.base import Score, Signature
 
+from flaxformer_mt import writing_systems
 from flaxformer_mt.config.fields import suggestion
 from flaxformer_mt.errors import UserError, UserTypeError
-from flaxformer_mt.writing_systems import (
-    evenly_spaced,
-    han_share,
-    is_spaceless,
-    is_unsegmented,
-    separated,
-)
 
 STANDARD = ("bleu", "chrf", "chrf++", "ter")
 """The metrics of sacreBLEU, in the order of tables."""
@@ -55,15 +49,17 @@ def separation_of(texts: Sequence[str]) -> Separation:
     The text decides, and not the code of its language, which is spelled in many ways ("ja", "jp",
     "zh.tok").
     """
-    sentences = [text for text in evenly_spaced(texts) if any(map(str.isalpha, text))]
-    spaceless = [text for text in sentences if is_spaceless(text)]
+    sentences = [
+        text for text in writing_systems.evenly_spaced(texts) if any(map(str.isalpha, text))
+    ]
+    spaceless = [text for text in sentences if writing_systems.is_spaceless(text)]
     if len(spaceless) <= _SPACELESS_SHARE * len(sentences):
         return Separation()
-    share = han_share(spaceless)
+    share = writing_systems.han_share(spaceless)
     return Separation(
         bleu="zh" if share >= _HAN_FOR_BLEU else "char",
         ter="asian" if share >= _HAN_FOR_TER else "characters",
-        has_spaces=2 * sum(map(is_unsegmented, spaceless)) <= len(spaceless),
+        has_spaces=2 * sum(map(writing_systems.is_unsegmented, spaceless)) <= len(spaceless),
     )
 
 
@@ -156,7 +152,7 @@ class _CharacterTER(TER):
         self.tokenizer_signature += "-char"
 
     def _preprocess_segment(self, sentence: str) -> str:
-        return super()._preprocess_segment(separated(sentence))
+        return super()._preprocess_segment(writing_systems.separated(sentence))
 
 
 class FunctionMetric:

@@ -103,15 +103,13 @@ def adapt(
     return state.config, state.params, state.notes
 
 
-def check_adaptable(
-    config: TransformerConfig, family: Family, accepted: Collection[str] = ()
-) -> None:
+def check_adaptable(config: TransformerConfig, family: Family) -> None:
     """Checks what `adapt` requires of a configuration, assuming that no tables are equal.
 
     Raises:
       UserError: the families differ in a switch, and no equivalent weights exist.
     """
-    conversion = _closest_configuration(config, family, accepted)
+    conversion = _closest_configuration(config, family, ())
     _check_compatible(conversion)
     for tie in ("shares_source_and_target", "shares_target_and_output"):
         if getattr(conversion.theirs, tie) and not getattr(config, tie):

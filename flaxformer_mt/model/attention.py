@@ -13,16 +13,11 @@ from jaxtyping import Bool, Float
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.config.model import DOT_PRODUCT
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.model import logical_axes
 from flaxformer_mt.model.kernels import fused_attention as kernels
 from flaxformer_mt.model.kernels.packed_projections import packed_attention
 from flaxformer_mt.model.kernels.products import Biased, Shared
 from flaxformer_mt.model.linear import dense, to_residual
-from flaxformer_mt.model.logical_axes import (
-    constrain,
-    mesh_device_kind,
-    mesh_platform,
-    require_even_parts,
-)
 from flaxformer_mt.model.masks import Mask, Visibility, dense_mask
 from flaxformer_mt.model.numerics import Dropout, at_least_float32, masked_softmax
 
@@ -97,8 +92,8 @@ class MultiHeadAttention(nn.Module):
 
     def setup(self) -> None:
         c = self.config
-        require_even_parts("attention_heads", c.num_heads, "model.num_heads")
-        require_even_parts("attention_heads", c.kv_heads, "model.num_kv_heads")
+        logical_axes.require_even_parts("attention_heads", c.num_heads, "model.num_heads")
+        logical_axes.require_even_parts("attention_heads", c.kv_heads, "model.num_kv_heads")
         divisor = 1 if c.scale_scores else c.key_width**0.5
         self.query = dense(c, "qkv", c.d_model, c.num_heads * c.key_width, c.qkv_bias, divisor)
         self.key = dense(c, "qkv", c.d_model, c.kv_heads * c.key_width, c.qkv_bias)
@@ -114,7 +109,7 @@ class MultiHeadAttention(nn.Module):
 
     def _split_heads(self, x: Array, heads: int) -> Array:
         # The features of one head are contiguous.
-        x = constrain(x, "batch", "length", "heads")
+        x = logical_axes.constrain(x, "batch", "length", "heads")
         return x.reshape(*x.shape[:-1], heads, -1).swapaxes(-2, -3)
 
     def project(
@@ -186,8 +181,8 @@ class MultiHeadAttention(nn.Module):
         keys = attended.key.shape[2] if isinstance(attended, KeyValue) else attended.shape[1]
         queries = inputs.shape[0], c.num_heads, inputs.shape[1], c.key_width
         case = kernels.AttentionCase(
-            mesh_platform(),
-            mesh_device_kind(),
+            logical_axes.mesh_platform(),
+            logical_axes.mesh_device_kind(),
             jnp.dtype(c.dtype),
             queries,
             keys,
@@ -209,7 +204,7 @@ class MultiHeadAttention(nn.Module):
         c = self.config
         dropped = 0 if deterministic else self.dropout.threshold
         options = kernels.AttentionOptions(
-            backend, visible.causal, dropped, interpret=mesh_platform() == "cpu"
+            backend, visible.causal, dropped, interpret=logical_axes.mesh_platform() == "cpu"
         )
         arrays = functools.partial(
             kernels.AttentionInputs,

@@ -103,8 +103,7 @@ def apply(
     Raises:
       UserError: the batch has no tokens, or positions without segment ids.
     """
-    logits: Any = apply_to_batch(config, params, batch, key)
-    return logits
+    return apply_to_batch(config, params, batch, key)
 
 
 def apply_to_batch(

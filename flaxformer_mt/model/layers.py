@@ -301,8 +301,7 @@ class Decoder(_Stack):
         self._create(DecoderLayer, self.config.num_decoder_layers, methods, bidirectional=False)
 
     def project_encoded(self, encoded: Array) -> KeyValue:
-        keys_and_values: KeyValue = self.layers.project_encoded(encoded)[1]  # [L, B, G, S, K]
-        return keys_and_values
+        return self.layers.project_encoded(encoded)[1]  # [L, B, G, S, K]
 
     def __call__(
         self,

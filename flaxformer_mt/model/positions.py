@@ -68,6 +68,19 @@ def sinusoidal_table(
     return table
 
 
+def sinusoids(config: TransformerConfig, length: int) -> np.ndarray:
+    """Computes the table of a configuration, float64 [length, D]; see `sinusoidal_table`."""
+    c = config
+    return sinusoidal_table(
+        length,
+        c.d_model,
+        base=c.position_base,
+        layout=c.position_layout,
+        exponent=c.position_exponent,
+        offset=c.position_offset,
+    )
+
+
 class PositionEncoding(nn.Module):
     """Vectors that are added to the embeddings: fixed sinusoids or a learned table."""
 
@@ -92,17 +105,8 @@ class PositionEncoding(nn.Module):
             )
             positions = positions + c.position_offset
         else:
-            table = jnp.asarray(
-                sinusoidal_table(
-                    max(c.max_length, length),  # In this order also for a symbolic length.
-                    c.d_model,
-                    base=c.position_base,
-                    layout=c.position_layout,
-                    exponent=c.position_exponent,
-                    offset=c.position_offset,
-                ),
-                jnp.dtype(c.dtype),
-            )
+            rows = max(c.max_length, length)  # In this order also for a symbolic length.
+            table = jnp.asarray(sinusoids(c, rows), jnp.dtype(c.dtype))
         vectors = look_up_positions(table, positions, jnp.dtype(c.dtype))
         return constrain(vectors, "batch", "length", "embed")
 

@@ -13,13 +13,7 @@ from flaxformer_mt.interop.weight_maps.mapping import by_path
 from flaxformer_mt.parity import driver, references, trajectories
 from flaxformer_mt.parity.diagnosis.first_cause import FamilyValues, diagnose
 from flaxformer_mt.parity.diagnosis.inputs import Diagnosis, DiagnosisInputs, Select, select_rows
-from flaxformer_mt.parity.model_pair import (
-    Forward,
-    OurModel,
-    Tables,
-    model_pair,
-    real_tokens,
-)
+from flaxformer_mt.parity.model_pair import Forward, OurModel, Tables, model_pair, real_tokens
 from flaxformer_mt.parity.recipes import Recipe
 from flaxformer_mt.parity.reports.report import Report
 from flaxformer_mt.parity.rows import VALUES

@@ -11,39 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from flaxformer_mt.parity import rows, sides, trace
 from flaxformer_mt.parity.any_model.program import TracedFunction
 from flaxformer_mt.parity.diagnosis.first_cause import Model, find
 from flaxformer_mt.parity.diagnosis.inputs import Diagnosis, Select
 from flaxformer_mt.parity.reports.comparison import Row
 from flaxformer_mt.parity.reports.report import Report
-from flaxformer_mt.parity.rows import (
-    GRADIENTS,
-    VALUES,
-    difference,
-    gradient_rows,
-    largest,
-    step_rows,
-    value_row,
-)
 from flaxformer_mt.parity.settings import SettingDifference
-from flaxformer_mt.parity.sides import (
-    Pair,
-    Side,
-    precision,
-    run_ours,
-    run_reference,
-    without_dropout,
-)
-from flaxformer_mt.parity.trace import (
-    Reshape,
-    Tap,
-    Values,
-    as_taps,
-    frozen_parameters,
-    recording,
-    shaped,
-    time_major,
-)
+from flaxformer_mt.parity.sides import Pair, Side
+from flaxformer_mt.parity.trace import Reshape, Tap, Values
 from flaxformer_mt.parity.trajectories import Trajectory
 
 
@@ -80,9 +56,9 @@ def compare_pair(
     report with what is known of the pair, and `causes_of`, if anything differs, the causes.
     `strict` is as for `values_of_module`.
     """
-    with precision(pair.dtype), without_dropout(pair.module):
-        ours = run_ours(pair, batch)
-        theirs = run_reference(pair, batch, taps, ours.values, strict)
+    with sides.precision(pair.dtype), sides.without_dropout(pair.module):
+        ours = sides.run_ours(pair, batch)
+        theirs = sides.run_reference(pair, batch, taps, ours.values, strict)
         values = _in_our_layout(theirs.values, taps, ours.values, select, pair.dtype)
         theirs = theirs._replace(values=values)
         report = compared(
@@ -93,7 +69,7 @@ def compare_pair(
             select,
             steps=train() if train else None,
             settings=settings,
-            notes=[*notes, *frozen_parameters(pair.module)],
+            notes=[*notes, *trace.frozen_parameters(pair.module)],
         )
         theirs = theirs._replace(values=theirs.fitting(ours.values))
         report = judged(report, ours, theirs)
@@ -133,12 +109,12 @@ def _in_our_layout(
         tap = taps.get(site)
         reshape = tap.reshape if isinstance(tap, Tap) else None
         is_square = value.ndim == 3 and value.shape[0] == value.shape[1]
-        may_be = tap is not None and reshape in (None, time_major)
+        may_be = tap is not None and reshape in (None, trace.time_major)
         if not (is_square and may_be and value.shape == ours[site].shape):
             continue
         other = value.swapaxes(0, 1)
         agrees, other_agrees = (
-            value_row(site, select(site, ours[site]), select(site, each), dtype).passed
+            rows.value_row(site, select(site, ours[site]), select(site, each), dtype).passed
             for each in (value, other)
         )
         if agrees != other_agrees:
@@ -160,17 +136,17 @@ def compared(
     notes: Sequence[str] = (),
 ) -> Report:
     """Returns the report on two sides, without causes, in the order of our values."""
-    rows = [*_value_rows(ours.values, theirs, select, dtype)]
+    found = [*_value_rows(ours.values, theirs, select, dtype)]
     for loss, value in theirs.losses.items():
-        rows.append(value_row(loss, np.array(ours.losses[loss]), np.array(value), dtype))
-    rows += gradient_rows(ours.gradients, theirs.gradients, dtype)
+        found.append(rows.value_row(loss, np.array(ours.losses[loss]), np.array(value), dtype))
+    found += rows.gradient_rows(ours.gradients, theirs.gradients, dtype)
     if steps is not None:
-        rows += step_rows(steps)
+        found += rows.step_rows(steps)
     tapped = {*theirs.values, *theirs.never_run}
     return Report(
         name,
         dtype,
-        tuple(rows),
+        tuple(found),
         untapped=tuple(site for site in ours.values if site not in tapped),
         never_run=theirs.never_run,
         trajectory=steps,
@@ -183,11 +159,11 @@ def _value_rows(ours: Values, theirs: Side, select: Select, dtype: str) -> Itera
     for site, value in ours.items():
         expected = theirs.values.get(site)
         if site in theirs.never_run:
-            yield Row(site, value.shape, math.inf, math.inf, VALUES[dtype])
+            yield Row(site, value.shape, math.inf, math.inf, rows.VALUES[dtype])
         elif expected is not None and expected.shape != value.shape:
-            yield Row(site, value.shape, math.inf, math.inf, VALUES[dtype], expected.shape)
+            yield Row(site, value.shape, math.inf, math.inf, rows.VALUES[dtype], expected.shape)
         elif expected is not None:
-            yield value_row(site, select(site, value), select(site, expected), dtype)
+            yield rows.value_row(site, select(site, value), select(site, expected), dtype)
 
 
 def explained(report: Report, theirs: Values, select: Select, causes: Causes) -> Report:
@@ -216,13 +192,13 @@ def _first_gradient_difference(
     """Returns a sentence on the last site, by computation, whose gradient differs; or nothing."""
     traced, leaves = pair.traced(batch)
     theirs = _gradients_of_module(pair, batch, taps, values)
-    scale = max((largest(select(*each)) for each in theirs.items()), default=0.0)
+    scale = max((rows.largest(select(*each)) for each in theirs.items()), default=0.0)
     ours = _gradients_of_function(pair, batch, traced, leaves)
     for site, number in reversed(traced.sites.items()):
         if site not in theirs:
             continue
         found, expected = (select(site, side[site]) for side in (ours, theirs))
-        if difference(found, expected) > GRADIENTS[pair.dtype] * scale:
+        if rows.difference(found, expected) > rows.GRADIENTS[pair.dtype] * scale:
             readers = _readers(traced, number, list(theirs))
             return [
                 f"Backwards from the loss, the gradients agree down to {readers}, and differ at "
@@ -266,13 +242,13 @@ def _gradients_of_module(
     pair: Pair, batch: Any, taps: Mapping[str, Tap | str], values: Values
 ) -> Values:
     """Sites inside of modules, whose taps name an operation, are left out."""
-    wanted = as_taps(taps)
+    wanted = trace.as_taps(taps)
     keys = {
         site: (pair.module.get_submodule(tap.module), "", tap.side)
         for site, tap in wanted.items()
         if not tap.op
     }
-    with recording(pair.module, set(keys.values()), copy=False) as seen:
+    with trace.recording(pair.module, set(keys.values()), copy=False) as seen:
         total = pair.loss(pair.outputs(batch), batch)
     chosen = {site: _chosen(seen[key], wanted[site]) for site, key in keys.items()}
     tensors = {site: tensor for site, tensor in chosen.items() if tensor is not None}
@@ -280,7 +256,7 @@ def _gradients_of_module(
         return {}
     found = torch.autograd.grad(total, list(tensors.values()), materialize_grads=True)
     return {
-        site: shaped(site, wanted[site].reshape, gradient.numpy(), values[site].shape)
+        site: trace.shaped(site, wanted[site].reshape, gradient.numpy(), values[site].shape)
         for site, gradient in zip(tensors, found, strict=True)
     }
 

@@ -23,6 +23,7 @@ from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.objectives.losses import label_smoothed_cross_entropy
 from flaxformer_mt.parity.any_model.program import TracedFunction, trace
 from flaxformer_mt.parity.recipes import Recipe, recipe
+from flaxformer_mt.parity.references.losses import LOSSES
 from flaxformer_mt.parity.sides import Pair, copied
 from flaxformer_mt.parity.tokens import Padding, Tokens, as_tokens, check_special_tokens, padding
 from flaxformer_mt.parity.trace import Values, sites, values_of_model
@@ -42,14 +43,8 @@ class OurModel:
     The outputs are the logits [B, T, V]; losses are per target token.
     """
 
-    # They cover every convention of label smoothing.
-    loss_families: ClassVar[tuple[str, ...]] = (
-        "jadore801120",
-        "annotated",
-        "tunz",
-        "torch",
-        "fairseq",
-    )
+    # Every convention of label smoothing; that of wide heads treats padding as a class.
+    loss_families: ClassVar = tuple(name for name in LOSSES if name != "annotated_wide_heads")
     family: interop.Family
     config: TransformerConfig
     recipe: Recipe

@@ -16,15 +16,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from flaxformer_mt.parity import references
+from flaxformer_mt.parity import references, trace
 from flaxformer_mt.parity.any_model.program import TracedFunction
-from flaxformer_mt.parity.trace import (
-    Tap,
-    Values,
-    comparable,
-    parameter_gradients,
-    values_of_module,
-)
+from flaxformer_mt.parity.trace import Tap, Values
 
 # Compilation would dominate the run time; the results do not depend on the optimization level.
 COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}
@@ -118,15 +112,15 @@ def run_reference(
 ) -> Side:
     """Computes the values of the module at its taps; `strict` as for `values_of_module`."""
     shapes = {site: value.shape for site, value in ours.items()}
-    run = values_of_module(pair.module, taps, lambda _: pair.outputs(batch), shapes, strict)
+    run = trace.values_of_module(pair.module, taps, lambda _: pair.outputs(batch), shapes, strict)
     losses = _losses(pair.ours, pair.loss, run.output, batch)
     outputs = {
-        site: comparable(site, tensor.detach().numpy()) for site, tensor in run.output.items()
+        site: trace.comparable(site, tensor.detach().numpy()) for site, tensor in run.output.items()
     }
     return Side(
         run.values | outputs,
         {name: loss.item() for name, loss in losses.items()},
-        parameter_gradients(pair.module, losses["loss"]),
+        trace.parameter_gradients(pair.module, losses["loss"]),
         run.never_run,
         run.again,
         run.uncertain,

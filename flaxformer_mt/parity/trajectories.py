@@ -20,15 +20,9 @@ from torch import nn
 from flaxformer_mt import interop
 from flaxformer_mt.config import OptimizerConfig
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.parity import sides
+from flaxformer_mt.parity import optimizer_probe, sides
 from flaxformer_mt.parity.model_pair import Forward, model_pair, real_tokens
-from flaxformer_mt.parity.optimizer_probe import (
-    TorchOptimizer,
-    differences,
-    set_rate,
-    updates_of_optax,
-    updates_of_torch,
-)
+from flaxformer_mt.parity.optimizer_probe import TorchOptimizer
 from flaxformer_mt.parity.recipes import Recipe
 from flaxformer_mt.training.optimizer import make_optimizer, make_schedule
 
@@ -150,16 +144,12 @@ def trajectory(
     return train_both(pair, tokens, num_steps, optimizers, tolerance)
 
 
-def _unknown_rate(count: Any) -> float:
-    return 0.0
-
-
 class Optimizers(NamedTuple):
     """The optimizers of both sides."""
 
     ours: optax.GradientTransformation
     reference: TorchOptimizer
-    schedule: Callable[[Any], Any] = _unknown_rate
+    schedule: Callable[[Any], Any] = lambda count: 0.0
     """Our learning rate of the update after `count`; 0.0 if the optimizer does not tell."""
     rate: Callable[[int], float] | None = None
     """The reference's learning rate of the updates 1, 2 ...; None if its optimizer has it."""
@@ -209,8 +199,9 @@ def train_both(
 def _differences(optimizers: Optimizers) -> tuple[str, ...]:
     try:
         with sides.precision("float64"):
-            theirs = updates_of_torch(optimizers.reference, optimizers.rate)
-            return tuple(differences(updates_of_optax(optimizers.ours), theirs))
+            theirs = optimizer_probe.updates_of_torch(optimizers.reference, optimizers.rate)
+            ours = optimizer_probe.updates_of_optax(optimizers.ours)
+            return tuple(optimizer_probe.differences(ours, theirs))
     except (ValueError, TypeError, LookupError):
         return ()  # An optimizer of a certain tree of parameters cannot be given others.
 
@@ -264,7 +255,7 @@ def train_reference(
     for count in range(num_steps):
         rate = optimizers.rate(count + 1) if optimizers.rate else 0.0
         if optimizers.rate:
-            set_rate(optimizer, rate)
+            optimizer_probe.set_rate(optimizer, rate)
         batch = batches[count % len(batches)]
         optimizer.zero_grad()
         loss = pair.loss(pair.outputs(batch), batch)

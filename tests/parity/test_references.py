@@ -282,9 +282,9 @@ def test_double_projection_joins_heads_in_its_own_way_only_on_request():
         Variant("double_projection", {"published_head_join": join}).build().encoder[0]
         for join in (False, True)
     )
-    x = torch.randn(3, 5, 16)
+    x, mask = torch.randn(3, 5, 16), torch.ones(1, 5, 5, dtype=torch.bool)
     with torch.no_grad():
-        assert not torch.allclose(correct(x), published(x), atol=1e-2)
+        assert not torch.allclose(correct(x, mask), published(x, mask), atol=1e-2)
     one_head = [
         Variant("double_projection", {"published_head_join": join, "num_heads": 1})
         .build()
@@ -292,7 +292,7 @@ def test_double_projection_joins_heads_in_its_own_way_only_on_request():
         for join in (False, True)
     ]
     with torch.no_grad():
-        assert torch.equal(one_head[0](x), one_head[1](x))
+        assert torch.equal(one_head[0](x, mask), one_head[1](x, mask))
 
 
 def test_a_source_of_padding_alone_disturbs_no_other_sentence():

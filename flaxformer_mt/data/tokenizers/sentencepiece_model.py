@@ -9,11 +9,7 @@ from typing import Any
 import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
 
-from flaxformer_mt.data.tokenizers.subword_sampling import (
-    MOST_SPLITS,
-    BpeDropout,
-    UnigramSampling,
-)
+from flaxformer_mt.data.tokenizers.subword_sampling import MOST_SPLITS, BpeDropout, UnigramSampling
 from flaxformer_mt.errors import UserError
 
 SPACE = "\u2581"

@@ -147,14 +147,13 @@ class ContinuousBatcher:
 
     def _state_shape(self, group: "_Group") -> SearchState:
         """Returns the shapes of a one-row search, for the smallest P."""
-        shapes: SearchState = programs.shapes_of_search.eval_shape(
+        return programs.shapes_of_search.eval_shape(
             self._params[self._devices[0]],
             *group.rows([], 1, self._model.target_vocab_size),
             self._options,
             configs=self._configs,
             max_length=self._target_length(1),
         )
-        return shapes
 
     def _target_length(self, length: int) -> int:
         return row_length(length, self._limit, MIN_TARGET_LENGTH)

@@ -68,16 +68,15 @@ def empty_search(single_row: SearchState, num_rows: int, device: Any) -> SearchS
     state: Any = jax.tree.map(zeros, single_row)
     state.hypotheses.log_probabilities[:] = IMPOSSIBLE
     # NumPy needs no compilation. Aliased memory could not be donated later.
-    on_device: SearchState = jax.device_put(state, device, may_alias=False)
-    return on_device
+    return jax.device_put(state, device, may_alias=False)
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=("configs", "max_length"),
-    donate_argnames="search_state",
-    compiler_options=decoding_options(),
+_compiled = functools.partial(
+    jax.jit, donate_argnames="search_state", compiler_options=decoding_options()
 )
+
+
+@functools.partial(_compiled, static_argnames=("configs", "max_length"))
 def admit_rows(
     params: Any,
     sources: Array,
@@ -105,12 +104,7 @@ def admit_rows(
     return others._replace(state=caches)
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=("configs", "ensemble"),
-    donate_argnames="search_state",
-    compiler_options=decoding_options(),
-)
+@functools.partial(_compiled, static_argnames=("configs", "ensemble"))
 def run_search(
     params: Any,
     search_state: SearchState,
@@ -226,8 +220,7 @@ def _stack(arrays: Sequence[Array]) -> Array:
 @jax.jit
 def select_rows(search_state: SearchState, rows: Array) -> SearchState:
     """Returns the search of some rows, int32 [R]."""
-    selected: SearchState = jax.tree.map(lambda leaf: leaf[rows], search_state)
-    return selected
+    return jax.tree.map(lambda leaf: leaf[rows], search_state)
 
 
 @functools.partial(jax.jit, static_argnames="max_length")

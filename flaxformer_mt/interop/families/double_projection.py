@@ -21,7 +21,8 @@ from flaxformer_mt.interop.weight_maps.layers import Layers
 from flaxformer_mt.interop.weight_maps.rules import ArrayTuple, TensorRule, linear
 
 
-def _layers(num_encoder_layers: int, num_decoder_layers: int) -> Layers:
+def layers(num_encoder_layers: int, num_decoder_layers: int) -> Layers:
+    """Returns the names of the layers, which depend on which there are."""
     encoder, decoder = "encoder.{layer}.", "decoder.{layer}."
     if num_encoder_layers + num_decoder_layers == 1:
         encoder = decoder = ""
@@ -38,7 +39,8 @@ def _layers(num_encoder_layers: int, num_decoder_layers: int) -> Layers:
     }
     in_encoder = {"feed_forward_norm": "norm2"}
     modules = in_decoder if num_decoder_layers else in_decoder | in_encoder
-    return Layers(encoder, decoder, modules, in_encoder, attention=_attention)
+    projections = (".attention.W_q", ".attention.W_k", ".attention.W_v", ".W_o")
+    return Layers(encoder, decoder, modules, in_encoder, projections, attention=_attention)
 
 
 def _depths(checkpoint: PublishedCheckpoint) -> tuple[int, int]:
@@ -46,26 +48,26 @@ def _depths(checkpoint: PublishedCheckpoint) -> tuple[int, int]:
     encoder, decoder = checkpoint.num_layers("encoder."), checkpoint.num_layers("decoder.")
     if encoder or decoder:
         return encoder, decoder
-    layers = checkpoint.num_layers("") or 1
+    number = checkpoint.num_layers("") or 1
     has_decoder_layers = any("cross_attention." in name for name in checkpoint.tensors)
-    return (0, layers) if has_decoder_layers else (layers, 0)
+    return (0, number) if has_decoder_layers else (number, 0)
 
 
 def _sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
     depths = _depths(checkpoint)
-    return _layers(*depths).sizes(checkpoint) | {
+    return layers(*depths).sizes(checkpoint) | {
         "num_encoder_layers": depths[0],
         "num_decoder_layers": depths[1],
     }
 
 
 def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
-    layers = _layers(*_depths(checkpoint))
-    second = layers.decoder.format(layer=0) + "self_attention.attention.W_q"
+    own = layers(*_depths(checkpoint))
+    second = own.decoder.format(layer=0) + "self_attention.attention.W_q"
     head_dim = checkpoint.size(
         (f"{second}.weight", 0), (f"{second}.weight", 1), (f"{second}.bias", 0)
     )
-    return {"num_heads": layers.sizes(checkpoint)["d_model"] // head_dim}
+    return {"num_heads": own.sizes(checkpoint)["d_model"] // head_dim}
 
 
 def _folded(ours: str, attention: str, name: str, num_heads: int) -> TensorRule:
@@ -108,7 +110,7 @@ def _attention(config: TransformerConfig, ours: str, theirs: str) -> list[Tensor
 
 
 def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
-    return _layers(config.num_encoder_layers, config.num_decoder_layers).rules(config)
+    return layers(config.num_encoder_layers, config.num_decoder_layers).rules(config)
 
 
 FAMILY = Family(

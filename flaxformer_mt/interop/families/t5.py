@@ -59,7 +59,8 @@ def _feed_forward(gated: bool, index: int) -> dict[str, str]:
     }
 
 
-def _layers(gated: bool) -> Layers:
+def layers(gated: bool) -> Layers:
+    """Returns the names of the layers, with or without a gated feed-forward network."""
     return Layers(
         encoder="encoder.block.{layer}.",
         decoder="decoder.block.{layer}.",
@@ -76,14 +77,14 @@ def _layers(gated: bool) -> Layers:
 
 
 def _sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
-    layers = _layers(checkpoint.has_any(".wi_0.weight"))
+    own = layers(checkpoint.has_any(".wi_0.weight"))
     tables = (SHARED, SOURCE, TARGET)
     return {
-        "head_dim": layers.key_width(checkpoint, num_heads),
+        "head_dim": own.key_width(checkpoint, num_heads),
         "relative_position_buckets": checkpoint.size(
             *((BUCKETS.format(stack=stack), 0) for stack in ("encoder", "decoder"))
         ),
-        **layers.sizes_of_model(tables, tables)(checkpoint, num_heads),
+        **own.sizes_of_model(tables, tables)(checkpoint, num_heads),
     }
 
 
@@ -138,7 +139,7 @@ def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
         tied("target_embedding/embedding", *tables),
         transposed("output/kernel", OUTPUT),
         *positions.values(),
-        *_layers(config.feed_forward_gate).rules(config),
+        *layers(config.feed_forward_gate).rules(config),
         *stack_norms("final_norm", "{stack}.final_layer_norm"),
     ]
 

@@ -26,7 +26,8 @@ def _is_bare(checkpoint: PublishedCheckpoint) -> bool:
     return all(name.startswith(("encoder.", "decoder.")) for name in checkpoint.tensors)
 
 
-def _layers(bare: bool) -> Layers:
+def layers(bare: bool) -> Layers:
+    """Returns the names of the layers, of a bare `torch.nn.Transformer` or of the whole model."""
     prefix = "" if bare else "transformer."
     return Layers(
         encoder=f"{prefix}encoder.layers.{{layer}}.",
@@ -48,8 +49,8 @@ def _layers(bare: bool) -> Layers:
 def _sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
     if _is_bare(checkpoint):
         no_tokens = {"source_vocab_size": 0, "target_vocab_size": 0}
-        return no_tokens | _layers(bare=True).sizes(checkpoint)
-    sizes = _layers(bare=False).sizes_of_model([SOURCE], [TARGET, OUTPUT, "generator.bias"])
+        return no_tokens | layers(bare=True).sizes(checkpoint)
+    sizes = layers(bare=False).sizes_of_model([SOURCE], [TARGET, OUTPUT, "generator.bias"])
     return sizes(checkpoint, num_heads)
 
 
@@ -76,7 +77,7 @@ def _rules(config: TransformerConfig, layout: str) -> list[rules.TensorRule]:
     ]
     return [
         *([] if bare else outside_of_stacks),
-        *_layers(bare).rules(config),
+        *layers(bare).rules(config),
         *stack_norms("final_norm", f"{'' if bare else 'transformer.'}{{stack}}.norm"),
     ]
 

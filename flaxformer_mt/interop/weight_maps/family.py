@@ -11,7 +11,7 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint, Tensors
 from flaxformer_mt.interop.weight_maps.rules import TensorRule
-from flaxformer_mt.model.positions import sinusoidal_table
+from flaxformer_mt.model import positions
 from flaxformer_mt.presets import check_fields, preset
 
 # The error of float32 tables of 5000 positions whose angles were computed in float32, too.
@@ -116,14 +116,7 @@ class Family:
 
 def sinusoids(config: TransformerConfig) -> Callable[[int], np.ndarray]:
     """Returns the function from a number of rows to the position table [rows, D] of `config`."""
-    return functools.partial(
-        sinusoidal_table,
-        d_model=config.d_model,
-        base=config.position_base,
-        layout=config.position_layout,
-        exponent=config.position_exponent,
-        offset=config.position_offset,
-    )
+    return functools.partial(positions.sinusoids, config)
 
 
 def sinusoid_buffers(

@@ -38,13 +38,19 @@ class Layers:
     attention: Callable[[TransformerConfig, str, str], list[TensorRule]] | None = None
     """Returns the rules of an attention whose projections are not separate modules."""
 
+    def names(self, stack: str) -> dict[str, str]:
+        """Returns the names of our modules in a layer of "encoder" or "decoder", with "{layer}"."""
+        own = self.encoder_modules if stack == "encoder" else {}
+        names = {**self.modules, **own}
+        return {ours: getattr(self, stack) + theirs for ours, theirs in names.items()}
+
     def rules(self, config: TransformerConfig) -> list[TensorRule]:
         """Returns the rules of all modules in both stacks, also of those that a model lacks."""
         return [
             rule
             for stack in STACKS
-            for module in self.modules
-            for rule in self._module_rules(config, stack, module)
+            for module, theirs in self.names(stack).items()
+            for rule in self._module_rules(config, f"{stack}/layers/{module}", theirs)
         ]
 
     def sizes(self, checkpoint: PublishedCheckpoint) -> dict[str, Any]:
@@ -89,11 +95,7 @@ class Layers:
         *_, value, output = self._first_projections()
         return head_width(checkpoint.size(*_rows(value), (f"{output}.weight", 1)), num_heads)
 
-    def _module_rules(self, config: TransformerConfig, stack: str, module: str) -> list[TensorRule]:
-        name = self.modules[module]
-        if stack == "encoder":
-            name = self.encoder_modules.get(module, name)
-        ours, theirs = f"{stack}/layers/{module}", getattr(self, stack) + name
+    def _module_rules(self, config: TransformerConfig, ours: str, theirs: str) -> list[TensorRule]:
         if ours.endswith("norm"):
             return self.norm(ours, theirs)
         if not ours.endswith("attention"):

@@ -16,25 +16,12 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu
 
+from flaxformer_mt.model.kernels import attention_blocks as blocks
 from flaxformer_mt.model.kernels.attention_blocks import (
-    LANES,
-    LOWEST,
-    MAX_KEYS,
-    SUBLANES,
     AttentionOptions,
     Gradients,
     Operands,
     Saved,
-    dropout_factors,
-    heads_per_block,
-    padded,
-    padded_operands,
-    product,
-    repeated,
-    score_gradients,
-    scores,
-    summed,
-    visible_keys,
 )
 
 
@@ -78,11 +65,11 @@ def backward(
         ),
         interpret=options.interpret,
         name="attention_backward",
-    )(operands, padded(_joined(gradient), 1, _multiple(gradient)))
+    )(operands, blocks.padded(_joined(gradient), 1, _multiple(gradient)))
     return Gradients(
         of_query[:, : shape[1]].reshape(shape),
         *(
-            summed(x[:, : key_shape[1]].reshape(*key_shape[:2], *shape[2:]), key_shape[2])
+            blocks.summed(x[:, : key_shape[1]].reshape(*key_shape[:2], *shape[2:]), key_shape[2])
             for x in (of_key, of_value)
         ),
     )
@@ -90,7 +77,7 @@ def backward(
 
 def _multiple(x: Array) -> int:
     """Returns what the length of [B, T, H, K] is padded to multiples of."""
-    return LANES if x.shape[1] > LANES else SUBLANES
+    return blocks.LANES if x.shape[1] > blocks.LANES else blocks.SUBLANES
 
 
 def _joined(x: Array) -> Array:
@@ -105,11 +92,11 @@ def _in_kernel_layout(operands: Operands) -> Operands:
     features of queries and keys.
     """
     heads = operands.query.shape[2]
-    operands = padded_operands(operands, _multiple(operands.query), _multiple(operands.key))
+    operands = blocks.padded_operands(operands, _multiple(operands.query), _multiple(operands.key))
     return operands._replace(
         query=_joined(operands.query),
-        key=_joined(repeated(operands.key, heads)),
-        value=_joined(repeated(operands.value, heads)),
+        key=_joined(blocks.repeated(operands.key, heads)),
+        value=_joined(blocks.repeated(operands.value, heads)),
         query_segments=operands.query_segments[:, None],
         key_segments=operands.key_segments[:, None],
     )
@@ -121,14 +108,18 @@ def _specs_and_grid(
     """Returns the blocks of the operands, and the grid: rows, groups of heads, query blocks."""
     rows, queries, features = operands.query.shape
     keys = operands.key.shape[1]
-    together = heads_per_block(*shape[2:])
+    together = blocks.heads_per_block(*shape[2:])
     assert together is not None  # `refusal` has checked it.
     lanes = together * shape[3]
     # The longest block whose scores are no more than those of LANES queries and MAX_KEYS keys.
     block = queries
-    if block > LANES:
-        most = MAX_KEYS * LANES // keys
-        block = max(b for b in range(LANES, queries + 1, LANES) if queries % b == 0 and b <= most)
+    if block > blocks.LANES:
+        most = blocks.MAX_KEYS * blocks.LANES // keys
+        block = max(
+            b
+            for b in range(blocks.LANES, queries + 1, blocks.LANES)
+            if queries % b == 0 and b <= most
+        )
 
     def pair_spec(array: Array | None) -> pl.BlockSpec | None:
         if array is None:
@@ -154,7 +145,7 @@ def _specs_and_grid(
 def _visible(inputs: Operands, options: AttentionOptions) -> Array:
     block = inputs.query.shape[0]
     query_segments = inputs.query_segments[...].reshape(block, 1)
-    return visible_keys(
+    return blocks.visible_keys(
         query_segments, inputs.key_segments[...], pl.program_id(2) * block, 0, options.causal
     )
 
@@ -172,7 +163,7 @@ def _of_head(x: Array, head: int, width: int) -> Array:
 
 def _weights(query: Array, key: Array, bias: Array | None, visible: Array, scale: float) -> Array:
     """Returns the weights [Q, S], before dropout, in float32."""
-    masked = jnp.where(visible, scores(query, key, bias, scale), LOWEST)
+    masked = jnp.where(visible, blocks.scores(query, key, bias, scale), blocks.LOWEST)
     highest = jnp.max(masked, axis=1, keepdims=True)
     exponentials = jnp.where(visible, jnp.exp(masked - highest), 0.0)
     total = jnp.sum(exponentials, axis=1, keepdims=True)
@@ -191,9 +182,9 @@ def _forward_kernel(options, width, inputs, context_ref):
         weights = _weights(
             _of_head(query, head, width), key, _head(inputs.bias, head), visible, scale
         )
-        factors = dropout_factors(_head(inputs.dropout, head), options.dropped)
+        factors = blocks.dropout_factors(_head(inputs.dropout, head), options.dropped)
         weights = weights if factors is None else weights * factors
-        context += _of_head(product(weights.astype(value.dtype), value, (1, 0)), head, width)
+        context += _of_head(blocks.product(weights.astype(value.dtype), value, (1, 0)), head, width)
     context_ref[...] = context.astype(context_ref.dtype)
 
 
@@ -223,15 +214,15 @@ def _backward_kernel(
     for head in range(query.shape[1] // width):
         head_query, head_gradient = (_of_head(x, head, width) for x in (query, gradient))
         weights = _weights(head_query, key, _head(inputs.bias, head), visible, scale)
-        factors = dropout_factors(_head(inputs.dropout, head), options.dropped)
-        of_weights = product(head_gradient, value, (1, 1))
+        factors = blocks.dropout_factors(_head(inputs.dropout, head), options.dropped)
+        of_weights = blocks.product(head_gradient, value, (1, 1))
         kept = weights if factors is None else weights * factors
         along = jnp.sum(kept * of_weights, axis=1, keepdims=True)
-        kept, of_scores = score_gradients(weights, of_weights, along, factors)
+        kept, of_scores = blocks.score_gradients(weights, of_weights, along, factors)
         kept, of_scores = kept.astype(value.dtype), of_scores.astype(value.dtype)
-        of_query += _of_head(product(of_scores, key, (1, 0)), head, width)
-        of_key_sum[...] += product(of_scores, head_query, (0, 0))
-        of_value_sum[...] += product(kept, head_gradient, (0, 0))
+        of_query += _of_head(blocks.product(of_scores, key, (1, 0)), head, width)
+        of_key_sum[...] += blocks.product(of_scores, head_query, (0, 0))
+        of_value_sum[...] += blocks.product(kept, head_gradient, (0, 0))
     of_query_ref[...] = (of_query * scale).astype(of_query_ref.dtype)
 
     @pl.when(block == pl.num_programs(2) - 1)

@@ -151,9 +151,7 @@ class Segment:
         """The parameters that the segment reads."""
         return {n: self.program.parameters[n] for n in self.leaves if n in self.program.parameters}
 
-    def solve(
-        self, value: Callable[[float], np.ndarray], start: float, steps: int = 16
-    ) -> float | None:
+    def solve(self, value: Callable[[float], np.ndarray], start: float) -> float | None:
         """Solves for the number with which the site has the reference's value, if there is one."""
         expected = self.select(self.expected)
         finite = np.isfinite(expected)
@@ -161,7 +159,7 @@ class Segment:
             return None
         scale = self.tolerance * np.max(np.abs(expected[finite]))
         number, best, smallest, shrunk = start, start, np.inf, False
-        for _ in range(steps):
+        for _ in range(16):
             step = 1e-4 * max(abs(number), 1e-3)
             here = self.select(value(number))
             derivative = (self.select(value(number + step)) - here)[finite] / step

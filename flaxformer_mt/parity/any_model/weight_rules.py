@@ -22,8 +22,6 @@ from torch import nn
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.weight_maps.rules import AppliedRule, TensorRule, same, to_ours
 
-Arrays = Mapping[str, Any]
-
 
 def weight_rules(
     rules: Sequence[TensorRule] | None,

@@ -168,13 +168,9 @@ def _distances(queries: int, keys: int) -> np.ndarray:
     return np.arange(keys) - np.arange(queries)[:, None]
 
 
-def _split_interleaved(x: np.ndarray, num_heads: int) -> np.ndarray:
-    return x.reshape(*x.shape[:2], -1, num_heads).transpose(0, 3, 1, 2)
-
-
 SPLITS: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {
     "head, feature": lambda x, heads: x.reshape(*x.shape[:2], heads, -1).swapaxes(1, 2),
-    "feature, head": _split_interleaved,
+    "feature, head": lambda x, heads: x.reshape(*x.shape[:2], -1, heads).transpose(0, 3, 1, 2),
     "without a transpose": lambda x, heads: x.reshape(len(x), heads, x.shape[1], -1),
 }
 """How [B, T, H*K] may be split into heads [B, H, T, K]; the first is correct."""

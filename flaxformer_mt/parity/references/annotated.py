@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.interop.families.annotated import LAYERS
 from flaxformer_mt.parity.references import common
 from flaxformer_mt.parity.trace import Tap
 
@@ -201,28 +202,19 @@ def build(config: TransformerConfig, source_attention: SourceAttention = "src_at
 
 
 def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
-    linears = [f"linears.{index}" for index in range(4)]
     shared = not any(".src_attn." in name for name, _ in module.named_parameters())
 
-    def in_stack(side, stack, attentions):
-        layer = f"{stack}.layers.{{layer}}"
+    def in_stack(side, stack, sublayers, found):
         embedding = "src_embed" if side == "source" else "tgt_embed"
-        sublayers = range(len(attentions) + 1)
-        norms = [f"sublayer.{index}.norm" for index in sublayers]
-        feed_forward = ("feed_forward.w_1", "feed_forward.w_2")
-        found = {
-            f"{side}/embedding": Tap(f"{embedding}.0"),
-            f"{side}/embedded": Tap(f"{embedding}.1"),
-            f"{stack}/final_norm": Tap(f"{stack}.norm"),
-            **common.layer_taps(stack, layer, attentions, linears, feed_forward, norms, "pre"),
-        }
-        site = f"{stack}/layers/{{layer}}"
-        for index, name in zip(sublayers, [*attentions, "feed_forward"], strict=True):
+        found[f"{side}/embedding"] = Tap(f"{embedding}.0")
+        found[f"{side}/embedded"] = Tap(f"{embedding}.1")
+        found[f"{stack}/final_norm"] = Tap(f"{stack}.norm")
+        site, layer = f"{stack}/layers/{{layer}}", f"{stack}.layers.{{layer}}"
+        for index, name in enumerate(sublayers):
             found[f"{site}/{name}_sum"] = Tap(f"{layer}.sublayer.{index}")
-        if shared and len(attentions) > 1:  # The second call of the self-attention.
+        if shared and "cross_attention" in sublayers:  # The second call of the self-attention.
             attention = f"{layer}.self_attn"
-            parts = [f"{attention}.{linear}" for linear in linears]
-            found |= common.attention_taps(f"{site}/cross_attention", parts, attention, call=1)
-        return found
+            linears = [f"{attention}.linears.{index}" for index in range(4)]
+            found |= common.attention_taps(f"{site}/cross_attention", linears, attention, call=1)
 
-    return common.both_stacks(config, in_stack, ("self_attn", "src_attn"))
+    return common.both_stacks(config, LAYERS, in_stack)

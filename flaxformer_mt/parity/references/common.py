@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,12 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.parity.trace import (
-    Tap,
-    for_layers,
-    softmax_input,
-    softmax_output,
-)
+from flaxformer_mt.interop.families import fairseq
+from flaxformer_mt.interop.weight_maps.layers import Layers
+from flaxformer_mt.parity.trace import Tap, for_layers, softmax_input, softmax_output
 
 MASKED_SCORE = -1e9
 """The value of masked scores in every publication except `torch.nn.Transformer`."""
@@ -144,63 +141,64 @@ def default_dtype(name: str) -> Iterator[None]:
 
 def both_stacks(
     config: TransformerConfig,
-    in_stack: Callable[[str, str, Mapping[str, str]], Mapping[str, Tap]],
-    attentions: Sequence[str],
+    layers: Layers,
+    in_stack: Callable[[str, str, list[str], dict[str, Tap]], None],
+    softmax: str = "",
 ) -> dict[str, Tap]:
-    """Returns the taps of both stacks; `attentions` are the modules of self- and cross-attention.
+    """Returns the taps of both stacks, whose layers have the names of the family's weight map.
 
-    `in_stack` returns those of ("source", "encoder", its attentions) or ("target", "decoder", ...).
+    `in_stack` gets ("source", "encoder", the sub-layers of a layer, its taps) or ("target",
+    "decoder", ...), and adds the other taps of the stack; those that are not as in most layers, it
+    replaces. `softmax` is the module in an attention that computes the softmax, "" = itself.
     """
-    self_attention, cross_attention = attentions
-    encoder = {"self_attention": self_attention}
-    decoder = encoder | {"cross_attention": cross_attention} if config.has_inputs else encoder
-    found = for_layers(config.num_decoder_layers, in_stack("target", "decoder", decoder))
-    if config.has_inputs:
-        found |= for_layers(config.num_encoder_layers, in_stack("source", "encoder", encoder))
+    found: dict[str, Tap] = {}
+    for side, stack in {"target": "decoder", "source": "encoder"}.items():
+        if stack == "decoder" or config.has_inputs:
+            attends = stack == "decoder" and config.has_inputs
+            sublayers = ["self_attention", *["cross_attention"] * attends, "feed_forward"]
+            taps = _layer_taps(config, layers, stack, sublayers, softmax)
+            in_stack(side, stack, sublayers, taps)
+            found |= for_layers(getattr(config, f"num_{stack}_layers"), taps)
     return found
 
 
-def layer_taps(
-    stack: str,
-    layer: str,
-    attentions: Mapping[str, str],
-    linears: Sequence[str],
-    feed_forward: Sequence[str],
-    norms: Sequence[str],
-    norm_position: str,
-    softmax: str = "",
+def _layer_taps(
+    config: TransformerConfig, layers: Layers, stack: str, sublayers: Sequence[str], softmax: str
 ) -> dict[str, Tap]:
-    """Returns the taps of a layer of the "encoder" or "decoder", by the names of its modules.
+    """Returns the taps of a layer.
 
-    Those in an attention are `linears`, which give query, key, value and output, and `softmax`; in
-    the layer `attentions` (by the names of their sites), `feed_forward`, which give hidden units
-    and output, and `norms`, one for each sub-layer. The sum of pre-norm, x + f(norm(x)), is an
-    addition in the layer itself, that of post-norm the input of the norm.
+    The sum of pre-norm, x + f(norm(x)), is an addition in the layer itself, that of post-norm the
+    input of the norm.
     """
-    site = f"{stack}/layers/{{layer}}"
+    site, layer = f"{stack}/layers/{{layer}}", getattr(layers, stack).removesuffix(".")
+    names, is_pre = layers.names(stack), config.norm_position == "pre"
     found = {site: Tap(layer)}
-    for name, module in attentions.items():
-        attention = f"{layer}.{module}"
-        parts = [f"{attention}.{linear}" for linear in linears]
-        found |= attention_taps(f"{site}/{name}", parts, f"{attention}.{softmax}".rstrip("."))
-    hidden, output = (f"{layer}.{linear}" for linear in feed_forward)
+    for attention in sublayers[:-1]:
+        module = names[attention]
+        linears = [module + projection for projection in layers.projections or [""] * 4]
+        softmax_module = f"{module}.{softmax}".removesuffix(".")
+        found |= attention_taps(f"{site}/{attention}", linears, softmax_module)
+    hidden, output = (names[f"feed_forward/{part}"] for part in ("hidden", "output"))
     found |= {
         f"{site}/feed_forward/hidden": Tap(hidden),
         f"{site}/feed_forward/activated": Tap(output, "input"),
         f"{site}/feed_forward/output": Tap(output),
     }
-    for call, (name, norm) in enumerate(zip([*attentions, "feed_forward"], norms, strict=True)):
-        found[f"{site}/{name}_norm"] = Tap(f"{layer}.{norm}")
+    for call, sublayer in enumerate(sublayers):
+        norm = names[f"{sublayer}_norm"]
+        found[f"{site}/{sublayer}_norm"] = Tap(norm)
         added = Tap(layer, op="add", call=call)
-        is_pre = norm_position == "pre"
-        found[f"{site}/{name}_sum"] = added if is_pre else Tap(f"{layer}.{norm}", "input")
+        found[f"{site}/{sublayer}_sum"] = added if is_pre else Tap(norm, "input")
     return found
 
 
 def attention_taps(
     site: str, linears: Sequence[str], softmax: str, call: int = 0
 ) -> dict[str, Tap]:
-    """Returns the taps inside an attention, of call number `call`; see `layer_taps`."""
+    """Returns the taps inside an attention, of call number `call`.
+
+    `linears` are the modules that give query, key, value and output.
+    """
     query, key, value, output = linears
     return {
         f"{site}/query": Tap(query, call=call),
@@ -219,11 +217,22 @@ def heads_joined(value: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     return by_head.swapaxes(1, 2).reshape(shape)
 
 
-def fairseq_layer_taps(
-    stack: str, module: str, attentions: Mapping[str, str], norm_position: str
+def fairseq_taps(
+    config: TransformerConfig, prefix: str, embeddings: Callable[[str], tuple[Tap, Tap]]
 ) -> dict[str, Tap]:
-    """Returns the taps of a layer of fairseq's kind, in the stack `module`."""
-    linears = [f"{name}_proj" for name in ("q", "k", "v", "out")]
-    norms = [f"{name}_layer_norm" for name in (*attentions.values(), "final")]
-    layer, feed_forward = f"{module}.layers.{{layer}}", ("fc1", "fc2")
-    return layer_taps(stack, layer, attentions, linears, feed_forward, norms, norm_position)
+    """Returns the taps of a model of fairseq's kind, whose names begin with `prefix`.
+
+    `embeddings` returns those of a stack's embeddings, and of their sum with positions.
+    """
+
+    def in_stack(side, stack, sublayers, found):
+        module = f"{prefix}{stack}"
+        found[f"{side}/embedding"], embedded = embeddings(module)
+        if config.position_kind != "none":
+            found[f"{side}/embedded"] = embedded
+        if config.embedding_norm:
+            found[f"{stack}/embedding_norm"] = Tap(f"{module}.layernorm_embedding")
+        if config.final_norm:
+            found[f"{stack}/final_norm"] = Tap(f"{module}.layer_norm")
+
+    return both_stacks(config, fairseq.layers(prefix), in_stack)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.interop.families.double_projection import layers
 from flaxformer_mt.parity.references import common
 from flaxformer_mt.parity.trace import Tap
 
@@ -28,15 +29,11 @@ class ScaledDotProductAttention(nn.Module):
         self.W_k = nn.Linear(d_k, d_k)
         self.W_v = nn.Linear(d_k, d_k)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Context [..., T, d_k] and weights [..., T, S]; inputs are [..., T or S, d_k]."""
         q, k, v = self.W_q(q), self.W_k(k), self.W_v(v)
         scores = q @ k.transpose(-2, -1) / math.sqrt(self.d_k)
-        if mask is not None:
-            scores = scores.masked_fill(mask == 0, common.MASKED_SCORE)
-        weights = scores.softmax(dim=-1)
+        weights = scores.masked_fill(mask == 0, common.MASKED_SCORE).softmax(dim=-1)
         return weights @ v, weights
 
 
@@ -57,15 +54,13 @@ class MultiHeadAttention(nn.Module):
         self.W_o = nn.Linear(d_model, d_model)
         self.attention = ScaledDotProductAttention(d_model // self.num_heads)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """[B, T, D], and the weights averaged over heads [B, T, S]; mask [B, 1 or T, S]."""
         heads, weights = self.attention(
             common.split_heads(self.W_q(q), self.num_heads),
             common.split_heads(self.W_k(k), self.num_heads),
             common.split_heads(self.W_v(v), self.num_heads),
-            None if mask is None else mask.unsqueeze(1),
+            mask.unsqueeze(1),
         )  # [B, H, T, K] and [B, H, T, S]
         if self.published_head_join:
             joined = torch.cat(heads.unbind(dim=1), dim=0).view(*q.shape)
@@ -94,7 +89,7 @@ class Layer(nn.Module):
             self.norm3 = nn.LayerNorm(d_model)
         self.dropout = nn.Dropout(config.dropout_rate)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, *source: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor, *source: Tensor) -> Tensor:
         x = self.norm1(x + self.dropout(self.self_attention(x, x, x, mask)[0]))
         if not source:
             return self.norm2(x + self.dropout(self.feed_forward(x)))
@@ -130,22 +125,14 @@ build = Layers
 
 def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
     # A head's query, key and value are what its second linear map gives.
-    by_head = ("query", "key", "value", "scores", "weights")
-    projected = by_head[:3]
+    projected = ("query", "key", "value")
 
-    def in_stack(side, stack, attentions):
-        linears = ("attention.W_q", "attention.W_k", "attention.W_v", "W_o")
-        norms = [f"norm{index + 1}" for index in range(len(attentions) + 1)]
-        network, layer = ("feed_forward.0", "feed_forward.2"), f"{stack}.{{layer}}"
-        found = common.layer_taps(
-            stack, layer, attentions, linears, network, norms, "post", softmax="attention"
-        )
+    def in_stack(side, stack, sublayers, found):
         # The notebook calls the inner attention once for each head.
         for site, tap in found.items():
             name = site.rpartition("/")[2]
-            if name in by_head:
+            if name in (*projected, "scores", "weights"):
                 reshape = common.heads_joined if name in projected else None
                 found[site] = tap._replace(reshape=reshape, is_by_head=True)
-        return found
 
-    return common.both_stacks(config, in_stack, ("self_attention", "cross_attention"))
+    return common.both_stacks(config, layers(1, 1), in_stack, softmax="attention")

@@ -208,15 +208,7 @@ def _embedding(config: TransformerConfig, vocab_size: int) -> nn.Embedding:
 
 def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
 
-    def in_stack(side, stack, attentions):
-        found = common.fairseq_layer_taps(stack, stack, attentions, config.norm_position)
-        found[f"{side}/embedding"] = Tap(stack, op="mul")
-        if config.position_kind != "none":
-            found[f"{side}/embedded"] = Tap(stack, op="add")
-        if config.embedding_norm:
-            found[f"{stack}/embedding_norm"] = Tap(f"{stack}.layernorm_embedding")
-        if config.final_norm:
-            found[f"{stack}/final_norm"] = Tap(f"{stack}.layer_norm")
-        return found
+    def embeddings(stack):
+        return Tap(stack, op="mul"), Tap(stack, op="add")
 
-    return common.both_stacks(config, in_stack, ("self_attn", "encoder_attn"))
+    return common.fairseq_taps(config, "", embeddings)

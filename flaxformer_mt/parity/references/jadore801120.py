@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.interop.families.jadore801120 import LAYERS
 from flaxformer_mt.parity.references import common
 from flaxformer_mt.parity.trace import Tap
 
@@ -162,23 +163,10 @@ build = Transformer
 
 def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
 
-    def in_stack(side, stack, attentions):
+    def in_stack(side, stack, sublayers, found):
         table = f"{stack}.{'src' if side == 'source' else 'trg'}_word_emb"
-        norms = [f"{name}.layer_norm" for name in (*attentions.values(), "pos_ffn")]
-        return {
-            f"{side}/embedding": Tap(stack, op="mul") if config.scale_embeddings else Tap(table),
-            f"{side}/embedded": Tap(f"{stack}.position_enc"),
-            f"{stack}/embedding_norm": Tap(f"{stack}.layer_norm"),
-            **common.layer_taps(
-                stack,
-                f"{stack}.layer_stack.{{layer}}",
-                attentions,
-                ("w_qs", "w_ks", "w_vs", "fc"),
-                ("pos_ffn.w_1", "pos_ffn.w_2"),
-                norms,
-                "post",
-                softmax="attention",
-            ),
-        }
+        found[f"{side}/embedding"] = Tap(stack, op="mul") if config.scale_embeddings else Tap(table)
+        found[f"{side}/embedded"] = Tap(f"{stack}.position_enc")
+        found[f"{stack}/embedding_norm"] = Tap(f"{stack}.layer_norm")
 
-    return common.both_stacks(config, in_stack, ("slf_attn", "enc_attn"))
+    return common.both_stacks(config, LAYERS, in_stack, softmax="attention")

@@ -30,12 +30,7 @@ def build(config: TransformerConfig) -> nn.Module:
 
 def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
 
-    def in_stack(side, stack, attentions):
-        return {
-            f"{side}/embedding": Tap(f"model.{stack}.embed_tokens"),
-            f"{side}/embedded": Tap(f"model.{stack}.layers.0", "input"),
-            f"{stack}/final_norm": Tap(f"model.{stack}.layer_norm"),
-            **common.fairseq_layer_taps(stack, f"model.{stack}", attentions, "pre"),
-        }
+    def embeddings(stack):
+        return Tap(f"{stack}.embed_tokens"), Tap(f"{stack}.layers.0", "input")
 
-    return common.both_stacks(config, in_stack, ("self_attn", "encoder_attn"))
+    return common.fairseq_taps(config, "model.", embeddings)

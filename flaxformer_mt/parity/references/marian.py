@@ -71,11 +71,7 @@ def build(config: TransformerConfig) -> nn.Module:
 
 def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
 
-    def in_stack(side, stack, attentions):
-        return {
-            f"{side}/embedding": Tap(f"model.{stack}", op="mul"),
-            f"{side}/embedded": Tap(f"model.{stack}.layers.0", "input"),
-            **common.fairseq_layer_taps(stack, f"model.{stack}", attentions, "post"),
-        }
+    def embeddings(stack):
+        return Tap(stack, op="mul"), Tap(f"{stack}.layers.0", "input")
 
-    return common.both_stacks(config, in_stack, ("self_attn", "encoder_attn"))
+    return common.fairseq_taps(config, "model.", embeddings)

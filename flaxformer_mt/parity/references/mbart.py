@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.parity.references.common import both_stacks, fairseq_layer_taps
+from flaxformer_mt.parity.references import common
 from flaxformer_mt.parity.references.marian import settings, with_our_forward
 from flaxformer_mt.parity.trace import Tap
 
@@ -28,14 +28,7 @@ def build(config: TransformerConfig) -> nn.Module:
 
 def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
 
-    def in_stack(side, stack, attentions):
-        norm = f"model.{stack}.layernorm_embedding"
-        found = fairseq_layer_taps(stack, f"model.{stack}", attentions, config.norm_position)
-        found[f"{side}/embedding"] = Tap(f"model.{stack}.embed_tokens")
-        found[f"{side}/embedded"] = Tap(norm, "input")
-        found[f"{stack}/embedding_norm"] = Tap(norm)
-        if config.final_norm:
-            found[f"{stack}/final_norm"] = Tap(f"model.{stack}.layer_norm")
-        return found
+    def embeddings(stack):
+        return Tap(f"{stack}.embed_tokens"), Tap(f"{stack}.layernorm_embedding", "input")
 
-    return both_stacks(config, in_stack, ("self_attn", "encoder_attn"))
+    return common.fairseq_taps(config, "model.", embeddings)

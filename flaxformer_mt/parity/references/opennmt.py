@@ -15,6 +15,7 @@ alibi_position_bias.py, position_ffn.py; onmt/model_builder.py); Su et al. 2021,
 et al. 2022, section 3; Raffel et al. 2020, section 2.1; Ainslie et al. 2023, section 2.2
 """
 
+import itertools
 import math
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.interop.families.opennmt import LAYERS
 from flaxformer_mt.parity.references import common
 from flaxformer_mt.parity.trace import Tap
 
@@ -292,32 +294,18 @@ build = NMTModel
 
 def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
 
-    def in_stack(side, stack, attentions):
+    def in_stack(side, stack, sublayers, found):
         embeddings = f"{stack}.embeddings.make_embedding"
-        layer, norms = f"{stack}.transformer.{{layer}}", ["layer_norm"]
-        if stack == "decoder":
-            layer = f"{stack}.transformer_layers.{{layer}}"
-            norms = [f"layer_norm_{index + 1}" for index in range(len(attentions))]
-        site = f"{stack}/layers/{{layer}}"
-        found = common.layer_taps(
-            stack,
-            layer,
-            attentions,
-            ("linear_query", "linear_keys", "linear_values", "final_linear"),
-            ("feed_forward.w_1", "feed_forward.w_2"),
-            [*norms, "feed_forward.layer_norm"],
-            "pre",
-            softmax="softmax",
-        )
         # A residual sum is the input of the next norm, or of the feed-forward with its own norm.
-        for name, following in zip(attentions, [*norms[1:], "feed_forward"], strict=True):
-            found[f"{site}/{name}_sum"] = Tap(f"{layer}.{following}", "input")
-        found[f"{site}/feed_forward_sum"] = Tap(f"{layer}.feed_forward")
+        for name, following in itertools.pairwise(sublayers):
+            norm = found[f"{stack}/layers/{{layer}}/{following}_norm"]
+            module = norm.module.removesuffix(".layer_norm")
+            found[f"{stack}/layers/{{layer}}/{name}_sum"] = Tap(module, "input")
+        found[f"{stack}/layers/{{layer}}/feed_forward_sum"] = Tap(module)
         found[f"{stack}/final_norm"] = Tap(f"{stack}.layer_norm")
         found[f"{side}/embedding"] = Tap(f"{embeddings}.emb_luts.0")
         if config.position_kind == "sinusoidal":
             found[f"{side}/embedding"] = Tap(f"{embeddings}.pe", op="mul")
             found[f"{side}/embedded"] = Tap(f"{embeddings}.pe")
-        return found
 
-    return common.both_stacks(config, in_stack, ("self_attn", "context_attn"))
+    return common.both_stacks(config, LAYERS, in_stack, softmax="softmax")

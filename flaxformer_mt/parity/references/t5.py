@@ -12,8 +12,9 @@ from transformers import T5Config, T5ForConditionalGeneration
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.interop.families.t5 import layers
 from flaxformer_mt.interop.formats.hub_families import HUB_FAMILIES
-from flaxformer_mt.parity.references.common import both_stacks, layer_taps
+from flaxformer_mt.parity.references import common
 from flaxformer_mt.parity.references.marian import with_our_forward
 from flaxformer_mt.parity.trace import Tap
 
@@ -42,25 +43,15 @@ def build(config: TransformerConfig) -> nn.Module:
 
 def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
 
-    def in_stack(side, stack, attentions):
-        block = f"{stack}.block.{{layer}}"
-        last = f"layer.{len(attentions)}"
-        network = f"{last}.DenseReluDense"
-        hidden = f"{network}.{'wi_0' if config.feed_forward_gate else 'wi'}"
-        modules = {
-            name: f"layer.{index}.{module}"
-            for index, (name, module) in enumerate(attentions.items())
-        }
-        norms = [f"layer.{index}.layer_norm" for index in range(len(attentions) + 1)]
-        found = layer_taps(stack, block, modules, "qkvo", (hidden, f"{network}.wo"), norms, "pre")
-        site = f"{stack}/layers/{{layer}}"
-        found[site] = Tap(f"{block}.{last}")
-        for index, name in enumerate([*attentions, "feed_forward"]):
+    def in_stack(side, stack, sublayers, found):
+        site, block = f"{stack}/layers/{{layer}}", f"{stack}.block.{{layer}}"
+        network = f"{block}.layer.{len(sublayers) - 1}"
+        found[site] = Tap(network)
+        for index, name in enumerate(sublayers):
             found[f"{site}/{name}_sum"] = Tap(f"{block}.layer.{index}", op="add")
         if config.feed_forward_gate:
-            found[f"{site}/feed_forward/gate"] = Tap(f"{block}.{network}.wi_1")
+            found[f"{site}/feed_forward/gate"] = Tap(f"{network}.DenseReluDense.wi_1")
         found[f"{side}/embedding"] = Tap(f"{stack}.embed_tokens")
         found[f"{stack}/final_norm"] = Tap(f"{stack}.final_layer_norm")
-        return found
 
-    return both_stacks(config, in_stack, ("SelfAttention", "EncDecAttention"))
+    return common.both_stacks(config, layers(config.feed_forward_gate), in_stack)

@@ -13,6 +13,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.interop.families.torch import layers
 from flaxformer_mt.parity.references import common
 from flaxformer_mt.parity.trace import Tap, request_weights, time_major
 
@@ -117,18 +118,14 @@ def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
     def keys_joined(value: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         return common.heads_joined(value.swapaxes(1, 2), shape)
 
-    def in_stack(side, stack, attentions):
-        layer = f"{prefix}{stack}.layers.{{layer}}"
-        norms = [f"norm{index + 1}" for index in range(len(attentions) + 1)]
-        found = {f"{stack}/final_norm": Tap(f"{prefix}{stack}.norm")} | common.layer_taps(
-            stack, layer, attentions, [""] * 4, ("linear1", "linear2"), norms, config.norm_position
-        )
-        found = {
-            site: tap if tap.op == "_softmax" else tap._replace(reshape=layout)
-            for site, tap in found.items()
-        }
-        for name, attention in attentions.items():
-            site, inside = f"{stack}/layers/{{layer}}/{name}", f"{layer}.{attention}"
+    def in_stack(side, stack, sublayers, found):
+        for site, tap in found.items():
+            if tap.op != "_softmax":
+                found[site] = tap._replace(reshape=layout)
+        found[f"{stack}/final_norm"] = Tap(f"{prefix}{stack}.norm", reshape=layout)
+        for name in sublayers[:-1]:
+            site = f"{stack}/layers/{{layer}}/{name}"
+            inside = found[f"{site}/output"].module
             products = Tap(inside, "input", "bmm", argument=1)
             found |= {
                 f"{site}/query": Tap(inside, "input", "mul", reshape=common.heads_joined),
@@ -137,13 +134,11 @@ def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
                 f"{site}/context": Tap(
                     inside, "input", "addmm", -1, argument=1, reshape=time_major
                 ),
-                f"{site}/output": Tap(inside, reshape=layout),
             }
         if not bare:
             table = f"{'src' if side == 'source' else 'tgt'}_tok_emb"
             call = int(side == "target")
             found[f"{side}/embedding"] = Tap(table, reshape=time_major)
             found[f"{side}/embedded"] = Tap("positional_encoding", call=call, reshape=time_major)
-        return found
 
-    return common.both_stacks(config, in_stack, ("self_attn", "multihead_attn"))
+    return common.both_stacks(config, layers(bare), in_stack)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.interop.families.tunz import LAYERS
 from flaxformer_mt.parity.references import common
 from flaxformer_mt.parity.trace import Tap
 
@@ -177,20 +178,9 @@ def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
     # The model's multiplications are the source's, its angles', the target's, its angles'.
     first = {"source": 0, "target": 2 if config.has_inputs else 0}
 
-    def in_stack(side, stack, attentions):
-        return {
-            f"{side}/embedding": Tap("", op="mul", call=first[side]),
-            f"{side}/embedded": Tap("i_emb_dropout" if side == "source" else "t_emb_dropout"),
-            f"{stack}/final_norm": Tap(f"{stack}.last_norm"),
-            **common.layer_taps(
-                stack,
-                f"{stack}.layers.{{layer}}",
-                attentions,
-                ("linear_q", "linear_k", "linear_v", "output_layer"),
-                ("ffn.layer1", "ffn.layer2"),
-                [f"{name}_norm" for name in (*attentions.values(), "ffn")],
-                "pre",
-            ),
-        }
+    def in_stack(side, stack, sublayers, found):
+        found[f"{side}/embedding"] = Tap("", op="mul", call=first[side])
+        found[f"{side}/embedded"] = Tap("i_emb_dropout" if side == "source" else "t_emb_dropout")
+        found[f"{stack}/final_norm"] = Tap(f"{stack}.last_norm")
 
-    return common.both_stacks(config, in_stack, ("self_attention", "enc_dec_attention"))
+    return common.both_stacks(config, LAYERS, in_stack)

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from flaxformer_mt.parity.diagnosis import operations as ops
 from flaxformer_mt.parity.diagnosis.causes.registry import (
     Candidate,
     Found,
@@ -16,20 +17,10 @@ from flaxformer_mt.parity.diagnosis.causes.registry import (
     shown,
 )
 from flaxformer_mt.parity.diagnosis.causes.sublayers import active_dropout
-from flaxformer_mt.parity.diagnosis.operations import (
-    JOINS,
-    SPLITS,
-    BucketBias,
-    Context,
-    Given,
-    LinearBias,
-    Scores,
-    Softmax,
-)
 
 
-@cause(Scores)
-def _attention_scale(scores: Scores, site: SuspectSite) -> Found:
+@cause(ops.Scores)
+def _attention_scale(scores: ops.Scores, site: SuspectSite) -> Found:
     features = scores.query.shape[-1]
     width = features // scores.num_heads
     ours = "1 / sqrt(K)" if site.inputs.config.scale_scores else "1"
@@ -45,8 +36,8 @@ def _attention_scale(scores: Scores, site: SuspectSite) -> Found:
     yield from alternatives(scores, "attention scale", words, "scale", listed | solved)
 
 
-@cause(Scores)
-def _padding_mask(scores: Scores, site: SuspectSite) -> Found:
+@cause(ops.Scores)
+def _padding_mask(scores: ops.Scores, site: SuspectSite) -> Found:
     everything = np.ones_like(scores.padding)
     others = [
         ("missing padding mask", "does not mask padding, ours does", everything),
@@ -60,8 +51,8 @@ def _padding_mask(scores: Scores, site: SuspectSite) -> Found:
         yield Candidate(label, f"the reference {words}", scores.but(padding=padding))
 
 
-@cause(Scores)
-def _causal_mask(scores: Scores, site: SuspectSite) -> Found:
+@cause(ops.Scores)
+def _causal_mask(scores: ops.Scores, site: SuspectSite) -> Found:
     everything = np.ones_like(scores.causal)
     if scores.causal.all():
         words = "the reference masks all keys after the query, ours does not"
@@ -81,11 +72,11 @@ def _causal_mask(scores: Scores, site: SuspectSite) -> Found:
     yield Candidate("missing mask", words, unmasked)
 
 
-@cause(Scores)
-def _mask_value(scores: Scores, site: SuspectSite) -> Found:
+@cause(ops.Scores)
+def _mask_value(scores: ops.Scores, site: SuspectSite) -> Found:
     words = "the reference's mask is the complement of ours"
     complement = np.where(scores.mask(), -np.inf, scores.products())
-    yield Candidate("inverted mask", words, Given(complement))
+    yield Candidate("inverted mask", words, ops.Given(complement))
     for adds, change in ((False, "replaced by"), (True, "increased by")):
         listed = [-10.0, -100.0, -1e4, 0.0, 1e9]
         for fill in dict.fromkeys([*listed, *_solved_fill(scores, site, adds)]):
@@ -94,7 +85,7 @@ def _mask_value(scores: Scores, site: SuspectSite) -> Found:
             yield Candidate(label, words, scores.but(fill=fill, adds_fill=adds))
 
 
-def _solved_fill(scores: Scores, site: SuspectSite, adds: bool) -> list[float]:
+def _solved_fill(scores: ops.Scores, site: SuspectSite, adds: bool) -> list[float]:
     if site.known is None:
         return []
     masked = site.rows(np.broadcast_to(scores.mask(), site.known.shape)) == 0
@@ -104,21 +95,21 @@ def _solved_fill(scores: Scores, site: SuspectSite, adds: bool) -> list[float]:
     return [float(np.median(found))] if found.size and np.isfinite(found).all() else []
 
 
-@cause(Scores)
-def _narrow_scores(scores: Scores, site: SuspectSite) -> Found:
+@cause(ops.Scores)
+def _narrow_scores(scores: ops.Scores, site: SuspectSite) -> Found:
     site.require_float64()
     found, expected = site.rows(scores.value()), site.rows(site.theirs)
     finite = np.isfinite(found) & np.isfinite(expected)
     close = np.allclose(found[finite], expected[finite], rtol=1e-6, atol=1e-6)
     if close and np.array_equal(expected, expected.astype(np.float32)):
         words = "the reference casts scores to float32 before the softmax, ours are float64"
-        yield Candidate("float32 scores", words, Given(site.theirs))
+        yield Candidate("float32 scores", words, ops.Given(site.theirs))
 
 
-@cause(Scores, Context)
-def _heads(attention: Scores | Context, site: SuspectSite) -> Found:
+@cause(ops.Scores, ops.Context)
+def _heads(attention: ops.Scores | ops.Context, site: SuspectSite) -> Found:
     words = f"the reference splits into heads as ({{}}), ours as ({attention.split})"
-    splits = {split: split for split in SPLITS}
+    splits = {split: split for split in ops.SPLITS}
     yield from alternatives(attention, "head order", words, "split", splits)
     if 1 < attention.kv_heads < attention.num_heads:
         words = (
@@ -127,16 +118,16 @@ def _heads(attention: Scores | Context, site: SuspectSite) -> Found:
         yield Candidate("tiled key/value heads", words, attention.but(sharing="tiled"))
 
 
-@cause(Scores)
-def _swapped_query_and_key(scores: Scores, site: SuspectSite) -> Found:
+@cause(ops.Scores)
+def _swapped_query_and_key(scores: ops.Scores, site: SuspectSite) -> Found:
     if scores.query.shape == scores.key.shape:
         words = "the reference attends from keys to queries: its scores are transposed"
         swapped = scores.but(query=scores.key, key=scores.query)
         yield Candidate("swapped query and key", words, swapped)
 
 
-@cause(Softmax)
-def _query_without_any_key(softmax: Softmax, site: SuspectSite) -> Found:
+@cause(ops.Softmax)
+def _query_without_any_key(softmax: ops.Softmax, site: SuspectSite) -> Found:
     without = np.all(np.isneginf(softmax.scores), axis=-1, keepdims=True)
     count = int(np.sum(site.rows(without).any(axis=(1, 2))))
     if not count:
@@ -151,32 +142,32 @@ def _query_without_any_key(softmax: Softmax, site: SuspectSite) -> Found:
         "gives them {}; ours gives zeros"
     )
     results = {name: np.where(without, weight, weights) for name, weight in others.items()}
-    yield from alternatives(Given(weights), "query without any key", words, "result", results)
+    yield from alternatives(ops.Given(weights), "query without any key", words, "result", results)
 
 
-@cause(Softmax)
-def _softmax_axis(softmax: Softmax, site: SuspectSite) -> Found:
+@cause(ops.Softmax)
+def _softmax_axis(softmax: ops.Softmax, site: SuspectSite) -> Found:
     # Where everything is masked, the finite fill values of published masks give equal weights.
-    finite = Softmax(np.maximum(softmax.scores, -1e9))
+    finite = ops.Softmax(np.maximum(softmax.scores, -1e9))
     words = "the reference's softmax runs over {}, ours over keys"
     axes = {"queries": -2, "heads": 1, "sentences": 0}
     yield from alternatives(finite, "softmax axis", words, "axis", axes)
     weights = softmax.value()
     words = "the reference multiplies attention weights by {} after the softmax"
     scaled = {name: scale * weights for name, scale in site.solved_scale(weights).items()}
-    yield from alternatives(Given(weights), "attention scale", words, "result", scaled)
+    yield from alternatives(ops.Given(weights), "attention scale", words, "result", scaled)
 
 
-@cause(Context)
-def _join_heads(context: Context, site: SuspectSite) -> Found:
-    for split, join in itertools.product(SPLITS, JOINS):
+@cause(ops.Context)
+def _join_heads(context: ops.Context, site: SuspectSite) -> Found:
+    for split, join in itertools.product(ops.SPLITS, ops.JOINS):
         also = "" if split == context.split else f" and splits values as ({split})"
         words = f"the reference joins heads as ({join}){also}, ours as ({context.join})"
         yield Candidate("head order", words, context.but(join=join, split=split))
 
 
-@cause(Context)
-def _other_values_or_weights(context: Context, site: SuspectSite) -> Found:
+@cause(ops.Context)
+def _other_values_or_weights(context: ops.Context, site: SuspectSite) -> Found:
     keys = site.inputs.beside(site.parsed, "key")
     words = "the reference averages keys, ours values"
     yield Candidate("keys for values", words, context.but(values=keys))
@@ -190,10 +181,10 @@ def _other_values_or_weights(context: Context, site: SuspectSite) -> Found:
     yield Candidate("averaged weights", words, context.but(weights=average))
 
 
-@cause(Context)
-def _attention_dropout(context: Context, site: SuspectSite) -> Found:
+@cause(ops.Context)
+def _attention_dropout(context: ops.Context, site: SuspectSite) -> Found:
     attended = np.max(context.weights, axis=(1, 2))[:, None, :, None] > 0
-    heads = SPLITS["head, feature"](site.theirs, context.num_heads)
+    heads = ops.SPLITS["head, feature"](site.theirs, context.num_heads)
     found = heads @ np.linalg.pinv(np.where(attended, context.heads(), 0))
     yield from active_dropout(context.weights, found, lambda kept: context.but(weights=kept))
 
@@ -201,8 +192,8 @@ def _attention_dropout(context: Context, site: SuspectSite) -> Found:
 # Positions inside self-attention: rotations and biases.
 
 
-@cause(Scores)
-def _rotation(scores: Scores, site: SuspectSite) -> Found:
+@cause(ops.Scores)
+def _rotation(scores: ops.Scores, site: SuspectSite) -> Found:
     ours = scores.rotation
     if ours is None:
         return
@@ -218,10 +209,10 @@ def _rotation(scores: Scores, site: SuspectSite) -> Found:
         yield Candidate(label, words, scores.but(rotation=ours.but(**change)))
 
 
-@cause(Scores)
-def _linear_bias(scores: Scores, site: SuspectSite) -> Found:
+@cause(ops.Scores)
+def _linear_bias(scores: ops.Scores, site: SuspectSite) -> Found:
     ours = scores.bias
-    if not isinstance(ours, LinearBias):
+    if not isinstance(ours, ops.LinearBias):
         return
     words = "the reference adds no linear bias to the scores, ours does"
     yield Candidate("position bias missing", words, scores.but(bias=None))
@@ -242,8 +233,8 @@ def _linear_bias(scores: Scores, site: SuspectSite) -> Found:
         yield Candidate(label, f"the reference's ALiBi slopes {words}", changed)
 
 
-def _solved_slopes(scores: Scores, theirs: np.ndarray) -> np.ndarray:
-    unit = LinearBias(-np.ones(scores.num_heads)).values(*theirs.shape[2:])
+def _solved_slopes(scores: ops.Scores, theirs: np.ndarray) -> np.ndarray:
+    unit = ops.LinearBias(-np.ones(scores.num_heads)).values(*theirs.shape[2:])
     change = theirs - scores.but(bias=None).products()
     known = scores.mask() & np.isfinite(theirs)
     products, squares = (
@@ -252,10 +243,10 @@ def _solved_slopes(scores: Scores, theirs: np.ndarray) -> np.ndarray:
     return -products / squares
 
 
-@cause(Scores)
-def _bucket_bias(scores: Scores, site: SuspectSite) -> Found:
+@cause(ops.Scores)
+def _bucket_bias(scores: ops.Scores, site: SuspectSite) -> Found:
     ours = scores.bias
-    if not isinstance(ours, BucketBias):
+    if not isinstance(ours, ops.BucketBias):
         return
     words = "the reference adds no relative position bias to the scores, ours does"
     yield Candidate("position bias missing", words, scores.but(bias=None))
