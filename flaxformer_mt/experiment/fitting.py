@@ -151,7 +151,7 @@ def _announced(
         yield f"changed after step {entry['step']:,}: {changes.described(entry)}"
     if continuation.begins_epoch(pending):
         yield "the data begin with a new epoch"
-    if not continuation.keeps_optimizer(state, experiment.state_shapes):
+    if pending and not continuation.keeps_optimizer(state, experiment.state_shapes):
         yield "the optimizer's state begins anew, but for its count of updates"
 
 
