@@ -20,14 +20,13 @@ code.
 
 import dataclasses
 
-from wmt14_en_de_base import get_config as base_config
-
 from flaxformer_mt.config import ExperimentConfig
+from flaxformer_mt.config.files import load_config
 
 
 def get_config() -> ExperimentConfig:
     """The base model's experiment with 6 + 6 layers of width 1024, more dropout and more steps."""
-    base = base_config()
+    base = load_config("wmt14_en_de_base")
     return dataclasses.replace(
         base,
         model=dataclasses.replace(

@@ -12,6 +12,7 @@ import flaxformer_mt
 from flaxformer_mt import exit_codes, runtime
 from flaxformer_mt.cli import (
     checkpoints,
+    configs,
     convert,
     corpora,
     evaluate,
@@ -33,6 +34,7 @@ COMMANDS: dict[str, dict[str, Callable[..., int | None]]] = {
     "Training": {
         "prepare": corpora.prepare,
         "train": training.train,
+        "configs": configs.configs,
     },
     "Trained models": {
         "translate": translate.translate,
@@ -85,7 +87,6 @@ def overview() -> str:
     """Returns the help of the program: its commands, one per line."""
     lines = [
         "usage: flaxformer-mt COMMAND [OPTIONS]  or  flaxformer-mt --version",
-        "",
         "Machine translation with encoder-decoder Transformers.",
     ]
     for title, commands in COMMANDS.items():

@@ -27,8 +27,9 @@ class Flags(ExperimentConfig):
 
     _: dataclasses.KW_ONLY
     config: Path
-    """Python file with get_config() -> ExperimentConfig, or the config.json of a run; its values
-    are the defaults below. If left out, that of the run in --workdir."""
+    """Python file with get_config() -> ExperimentConfig, the name of an included one (flaxformer-mt
+    configs), or the config.json of a run; its values are the defaults below. If left out, that of
+    the run in --workdir."""
     workdir: Path
     """Run folder, created if missing. An existing run is continued."""
     dry_run: bool = False
