@@ -5,6 +5,7 @@ import inspect
 import logging
 import re
 import sys
+import typing
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from flaxformer_mt.cli import (
     translate,
 )
 from flaxformer_mt.cli.options import configured_search
+from flaxformer_mt.cli.unknown_options import option_names, require_known
 from flaxformer_mt.config import DecodeConfig
 from flaxformer_mt.config.fields import suggestion
 from flaxformer_mt.errors import UserError
@@ -75,6 +77,8 @@ def run(arguments: Sequence[str]) -> int:
     command = commands[name]
     defaults: dict[str, Any] = {}
     require_address_space()
+    hints = typing.get_type_hints(command, include_extras=True)
+    require_known(options, [*option_names(hints)], f"flaxformer-mt {name}")
     try:
         if "decode" in inspect.signature(command).parameters:
             defaults["decode"] = configured_search(options)

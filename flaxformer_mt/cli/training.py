@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import inspect
 import logging
+import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -12,6 +13,7 @@ import tyro
 
 from flaxformer_mt import exit_codes, runtime
 from flaxformer_mt.cli import help_text
+from flaxformer_mt.cli.unknown_options import option_names, require_known
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.config.experiment import groups
 from flaxformer_mt.config.files import load_config
@@ -52,6 +54,7 @@ class Flags(ExperimentConfig):
 
 def parse_flags(arguments: Sequence[str], program: str = "train.py") -> Flags:
     """Parses the command line, with the configuration file that it names as defaults."""
+    require_known(arguments, [*option_names(typing.get_type_hints(Flags))], program)
     wants_help = bool({"-h", "--help"} & set(arguments))
     path = _configuration_file(arguments, wants_help)
     with prefixed("--config: "):

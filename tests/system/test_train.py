@@ -128,16 +128,6 @@ def test_a_run_goes_on_with_fewer_devices(text, tmp_path):
         )
 
 
-def test_an_unknown_option_suggests_the_right_one(capsys, tmp_path):
-    with pytest.raises(SystemExit) as stop:
-        training.parse_flags(
-            ["--config=configs/reverse.py", f"--workdir={tmp_path / 'run'}", "--model.d-modle=3"]
-        )
-    assert stop.value.code == 2
-    assert "--model.d-model" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_missing_config(refuse, tmp_path):
     error = refuse("--config=configs/none.py", f"--workdir={tmp_path / 'run'}")
     assert "there is no file configs/none.py" in error
