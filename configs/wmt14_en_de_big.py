@@ -32,6 +32,8 @@ def get_config() -> ExperimentConfig:
         model=dataclasses.replace(
             base.model, d_model=1024, num_heads=16, d_ff=4096, dropout_rate=0.3
         ),
+        # The same 4,000 steps.
+        optimizer=dataclasses.replace(base.optimizer, warmup=4000 / 300_000),
         train=dataclasses.replace(
             base.train, num_steps=300_000, checkpoint_every=600, keep_last=20, eval_every=3000
         ),

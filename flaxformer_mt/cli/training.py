@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import inspect
 import logging
+import re
 import typing
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,6 +60,9 @@ def parse_flags(arguments: Sequence[str], program: str = "train.py") -> Flags:
     path = _configuration_file(arguments, wants_help)
     with prefixed("--config: "):
         config = ExperimentConfig() if path is None else load_config(path)
+    found = (re.match(r"--optimizer\.([\w-]+)", each) for each in arguments)
+    given = {each[1].replace("-", "_") for each in found if each}
+    config = dataclasses.replace(config, optimizer=config.optimizer.without_other_warmup(given))
     if wants_help:
         description, _, _ = inspect.cleandoc(train.__doc__ or "").partition("\nArgs:\n")
         print(help_text.wrap(description.replace("flaxformer-mt train", program)), end="\n\n")

@@ -15,6 +15,7 @@ from flaxformer_mt.cli import training
 from flaxformer_mt.decoding.translator import Translator
 from flaxformer_mt.runs.checkpoint import restore_params
 from flaxformer_mt.runs.folder import read_config
+from flaxformer_mt.training.optimizer import make_schedule
 
 
 def test_a_run_folder_is_all_that_a_model_needs(finished, text, tmp_path):
@@ -144,5 +145,11 @@ def test_without_a_config_the_folder_must_hold_a_run(refuse, finished, tmp_path,
 
 
 @pytest.mark.parametrize("name", [path.stem for path in sorted(Path("configs").glob("*.py"))])
-def test_every_configuration_is_valid(name, tmp_path):
-    training.parse_flags([f"--config=configs/{name}.py", f"--workdir={tmp_path}"])
+def test_every_configuration_is_valid_also_with_few_steps(name, tmp_path):
+    for options in ((), ("--train.num-steps=120",), ("--optimizer.warmup_steps=100",)):
+        arguments = [f"--config=configs/{name}.py", f"--workdir={tmp_path}", *options]
+        config = training.parse_flags(arguments).experiment()
+        w = config.optimizer.warmup_length(config.train.num_steps)
+        assert 0 < w < config.train.num_steps
+        make_schedule(config.optimizer, config.model.d_model, config.train.num_steps)
+        assert not config.optimizer.warmup or "--optimizer.warmup_steps=100" not in options
