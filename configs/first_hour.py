@@ -32,9 +32,7 @@ def get_config() -> ExperimentConfig:
             tie_embeddings="all",
         ),
         data=DataConfig(source_language="en", target_language="fr", vocab_size=4000),
-        optimizer=OptimizerConfig(
-            schedule="inverse_square_root", learning_rate=2e-3, warmup_steps=300
-        ),
+        optimizer=OptimizerConfig(schedule="inverse_square_root", learning_rate=2e-3, warmup=0.375),
         train=TrainConfig(
             num_steps=800,
             batch_tokens=2048,

@@ -47,7 +47,7 @@ def get_config() -> ExperimentConfig:
             target_row_length=128,
         ),
         optimizer=OptimizerConfig(
-            schedule="inverse_square_root", learning_rate=1e-3, warmup_steps=4000, clip_norm=1.0
+            schedule="inverse_square_root", learning_rate=1e-3, warmup=0.08, clip_norm=1.0
         ),
         train=TrainConfig(
             num_steps=50_000,

@@ -28,9 +28,7 @@ def get_config() -> ExperimentConfig:
     return ExperimentConfig(
         model=TransformerConfig(dropout_rate=0.3, dtype="bfloat16"),
         data=DataConfig(corpus="text", source_language="en", target_language="de"),
-        optimizer=OptimizerConfig(
-            schedule="inverse_square_root", learning_rate=1e-3, warmup_steps=2000
-        ),
+        optimizer=OptimizerConfig(schedule="inverse_square_root", learning_rate=1e-3, warmup=0.2),
         train=TrainConfig(
             num_steps=10_000,
             batch_tokens=4096,

@@ -45,7 +45,7 @@ def get_config() -> ExperimentConfig:
             vocab_size=10000,
         ),
         optimizer=OptimizerConfig(
-            schedule="one_cycle", learning_rate=5e-3, warmup_steps=700, clip_norm=25.0
+            schedule="one_cycle", learning_rate=5e-3, warmup=0.3125, clip_norm=25.0
         ),
         train=TrainConfig(
             num_steps=2240,

@@ -53,9 +53,7 @@ def get_config() -> ExperimentConfig:
             mixture_temperature=5.0,
             vocab_size=12000,
         ),
-        optimizer=OptimizerConfig(
-            schedule="inverse_square_root", learning_rate=5e-3, warmup_steps=2000
-        ),
+        optimizer=OptimizerConfig(schedule="inverse_square_root", learning_rate=5e-3, warmup=0.125),
         train=TrainConfig(
             num_steps=16_000,
             batch_tokens=4096,

@@ -50,7 +50,7 @@ def get_config() -> ExperimentConfig:
         optimizer=OptimizerConfig(
             schedule="one_cycle",
             learning_rate=5e-3,
-            warmup_steps=1120,
+            warmup=0.3125,
             epsilon=1e-8,
             clip_norm=25.0,
         ),

@@ -35,9 +35,7 @@ def get_config() -> ExperimentConfig:
             vocab_size=1000,
             generated_pairs=30000,
         ),
-        optimizer=OptimizerConfig(
-            schedule="inverse_square_root", learning_rate=2e-3, warmup_steps=300
-        ),
+        optimizer=OptimizerConfig(schedule="inverse_square_root", learning_rate=2e-3, warmup=0.5),
         train=TrainConfig(
             num_steps=600,
             batch_tokens=2048,

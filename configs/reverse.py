@@ -40,7 +40,7 @@ def get_config() -> ExperimentConfig:
             target_row_length=32,
         ),
         # A rate that falls to nearly nothing: the last mistakes are in strings that are rare.
-        optimizer=OptimizerConfig(schedule="one_cycle", learning_rate=3e-3, warmup_steps=300),
+        optimizer=OptimizerConfig(schedule="one_cycle", learning_rate=3e-3, warmup=0.273),
         train=TrainConfig(
             num_steps=1100,
             batch_tokens=2048,

@@ -68,7 +68,7 @@ def get_config() -> ExperimentConfig:
         optimizer=OptimizerConfig(
             schedule="noam",
             learning_rate=1.0,
-            warmup_steps=4000,
+            warmup=0.04,
             beta1=0.9,
             beta2=0.98,
             epsilon=1e-9,

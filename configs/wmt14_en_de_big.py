@@ -20,19 +20,20 @@ code.
 
 import dataclasses
 
-from wmt14_en_de_base import get_config as base_config
-
 from flaxformer_mt.config import ExperimentConfig
+from flaxformer_mt.config.files import load_config
 
 
 def get_config() -> ExperimentConfig:
     """The base model's experiment with 6 + 6 layers of width 1024, more dropout and more steps."""
-    base = base_config()
+    base = load_config("wmt14_en_de_base")
     return dataclasses.replace(
         base,
         model=dataclasses.replace(
             base.model, d_model=1024, num_heads=16, d_ff=4096, dropout_rate=0.3
         ),
+        # The same 4,000 steps.
+        optimizer=dataclasses.replace(base.optimizer, warmup=4000 / 300_000),
         train=dataclasses.replace(
             base.train, num_steps=300_000, checkpoint_every=600, keep_last=20, eval_every=3000
         ),

@@ -2,13 +2,16 @@
 
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
+from flaxformer_mt.cli import main
 from flaxformer_mt.config import ExperimentConfig, to_json
-from flaxformer_mt.config.files import load_config
+from flaxformer_mt.config.files import included, load_config
 from flaxformer_mt.errors import UserError
 
+CONFIGS = Path(__file__).parent.parent / "configs"
 HEAD = """from flaxformer_mt import config
 from flaxformer_mt.config import *
 def get_config():
@@ -208,3 +211,48 @@ def test_a_configuration_loads_another_and_defines_classes(tmp_path):
         "def get_config():\n    return config\n"
     )
     assert load_config(tmp_path / "outer.py") == ExperimentConfig()
+
+
+def test_an_included_configuration_is_loaded_by_its_name(tmp_path, monkeypatch):
+    assert included().keys() == {path.stem for path in CONFIGS.glob("*.py")}
+    monkeypatch.chdir(tmp_path)
+    for name in included():
+        assert load_config(name) == load_config(CONFIGS / f"{name}.py")
+    (tmp_path / "first_hour").write_text(HEAD + "    return ExperimentConfig()")
+    assert load_config("first_hour") == ExperimentConfig()
+    for name in ("first_our", "configs/first_hour.py", "first-hour"):
+        assert refusal(name) == f"there is no file {name}; did you mean first_hour?"
+
+
+def test_included_configurations_are_listed_and_copied(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["configs"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == sorted(included())
+    assert all(len(line) <= 120 and len(line.split()) > 4 for line in lines)
+    assert "  One file of your own, on a laptop; docs/first-hour.md has the whole way." in lines[0]
+    for arguments in (["forkme"], ["wmt14_en_de_big", "new/big.py"]):
+        assert main(["configs", "--copy", *arguments]) == 0
+        path = (tmp_path / arguments[-1]).with_suffix(".py")
+        assert f"--config={path.relative_to(tmp_path)}" in capsys.readouterr().out
+        assert load_config(path) == load_config(arguments[0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["forkmee"], "--copy forkmee: there is no such configuration; did you mean forkme?"),
+        (["x"], "there is no such configuration; flaxformer-mt configs lists them"),
+        (["forkme", "a.py", "b.py"], "--copy forkme a.py b.py: give a name and at most one file"),
+        (["forkme", "mine.py"], "mine.py exists: remove it, or give another file"),
+    ],
+)
+def test_a_copy_that_cannot_be_made_is_one_line(tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("mine")
+    assert main(["configs", "--copy", *arguments]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert message in error
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]
+    assert (tmp_path / "mine.py").read_text() == "mine"

@@ -313,6 +313,23 @@ def test_a_schedule_that_is_too_short_is_refused_before_the_text_is_read(monkeyp
         flaxformer_mt.train(short, tmp_path / "run")
 
 
+@pytest.mark.parametrize("total_steps", [0, 10])
+def test_a_run_that_is_continued_for_longer_keeps_its_warm_up(tmp_path, total_steps):
+    optimizer = {"warmup": 0.5, "total_steps": total_steps, "schedule": "inverse_square_root"}
+    first = changed(optimizer=optimizer)
+    flaxformer_mt.train(first, tmp_path / "run")
+    for num_steps in (4, 8):
+        longer = changed(optimizer=optimizer, train={"num_steps": num_steps})
+        parts = experiment.prepare(longer, tmp_path / "run")
+        expected = experiment.prepare(first, tmp_path / "other", write=False)
+        rates = [[float(each.schedule(count)) for count in range(8)] for each in (parts, expected)]
+        assert rates[0] == rates[1]
+    # What was given is kept as it was given, and can be taken for another run.
+    assert load_run(tmp_path / "run").config.optimizer == first.optimizer
+    with pytest.raises(UserError, match=r"optimizer\.warmup: 0\.5 in the run, 0\.25 now"):
+        flaxformer_mt.train(changed(optimizer=optimizer | {"warmup": 0.25}), tmp_path / "run")
+
+
 def test_a_refused_folder_that_cannot_be_removed_does_not_hide_why(monkeypatch, tmp_path):
     def busy(path, *arguments, **options):
         raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))

@@ -1,8 +1,11 @@
 """The public names of the package, and what importing it costs."""
 
+import os
+import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -49,3 +52,31 @@ def test_files_that_are_not_modules_are_part_of_the_wheel():
     others = {path for path in root.rglob("*.*") if path.suffix not in (".py", ".pyc")}
     assert len(others) >= 4
     assert packed == {path for path in others if path.is_file()}
+
+
+def test_the_wheel_has_every_module_and_the_configurations(tmp_path):
+    """Its commands work in any folder, without the clone."""
+    root, clone, place = Path(flaxformer_mt.__file__).parents[1], tmp_path / "clone", tmp_path / "x"
+    place.mkdir()
+    ignored = shutil.ignore_patterns("__pycache__")
+    for name in ("flaxformer_mt", "configs"):
+        shutil.copytree(root / name, clone / name, ignore=ignored)
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(root / name, clone)
+    build = "import setuptools.build_meta as build, sys; build.build_wheel(sys.argv[1])"
+    command = [sys.executable, "-W", "ignore", "-c", build, tmp_path]
+    subprocess.run(command, cwd=clone, capture_output=True, check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(place)
+    expected = {path.relative_to(clone) for path in clone.glob("flaxformer_mt/**/*.py")}
+    expected |= {Path("flaxformer_mt/configs", path.name) for path in clone.glob("configs/*.py")}
+    assert {path.relative_to(place) for path in place.rglob("*.py")} == expected
+    options = ["--config=first_hour", f"--workdir={tmp_path / 'run'}", "--data.path=missing.tsv"]
+    done = subprocess.run(
+        [sys.executable, "-m", "flaxformer_mt", "train", *options],
+        capture_output=True, text=True, check=False, cwd=place,
+        env={**os.environ, "PYTHONPATH": ""},
+    )  # fmt: skip
+    assert done.stderr.count("\n") == 1
+    assert "data.path=missing.tsv" in done.stderr

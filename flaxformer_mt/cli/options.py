@@ -11,6 +11,7 @@ import tyro
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.presets import check_fields
+from flaxformer_mt.runs import atomic
 
 if typing.TYPE_CHECKING:
     from flaxformer_mt.runs.trained_model import TrainedModel
@@ -92,6 +93,6 @@ def require_writable(*files: Path | None) -> None:
         if file.is_dir():
             raise UserError(f"{file} cannot be written: it is a folder")
         if not file.parent.is_dir():
-            raise UserError(f"{file} cannot be written: {file.parent} is not a folder")
+            atomic.require_writable(file.parent)
         if is_content_of_run(file):
             raise UserError(f"{file} cannot be written: it belongs to a trained model")

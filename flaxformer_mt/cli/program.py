@@ -5,6 +5,7 @@ import inspect
 import logging
 import re
 import sys
+import typing
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import flaxformer_mt
 from flaxformer_mt import exit_codes, runtime
 from flaxformer_mt.cli import (
     checkpoints,
+    configs,
     convert,
     corpora,
     evaluate,
@@ -23,6 +25,7 @@ from flaxformer_mt.cli import (
     translate,
 )
 from flaxformer_mt.cli.options import configured_search
+from flaxformer_mt.cli.unknown_options import option_names, require_known
 from flaxformer_mt.config import DecodeConfig
 from flaxformer_mt.config.fields import suggestion
 from flaxformer_mt.errors import UserError
@@ -33,6 +36,7 @@ COMMANDS: dict[str, dict[str, Callable[..., int | None]]] = {
     "Training": {
         "prepare": corpora.prepare,
         "train": training.train,
+        "configs": configs.configs,
     },
     "Trained models": {
         "translate": translate.translate,
@@ -73,6 +77,8 @@ def run(arguments: Sequence[str]) -> int:
     command = commands[name]
     defaults: dict[str, Any] = {}
     require_address_space()
+    hints = typing.get_type_hints(command, include_extras=True)
+    require_known(options, [*option_names(hints)], f"flaxformer-mt {name}")
     try:
         if "decode" in inspect.signature(command).parameters:
             defaults["decode"] = configured_search(options)
@@ -85,7 +91,6 @@ def overview() -> str:
     """Returns the help of the program: its commands, one per line."""
     lines = [
         "usage: flaxformer-mt COMMAND [OPTIONS]  or  flaxformer-mt --version",
-        "",
         "Machine translation with encoder-decoder Transformers.",
     ]
     for title, commands in COMMANDS.items():

@@ -4,6 +4,8 @@ import argparse
 import dataclasses
 import inspect
 import logging
+import re
+import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -12,12 +14,14 @@ import tyro
 
 from flaxformer_mt import exit_codes, runtime
 from flaxformer_mt.cli import help_text
+from flaxformer_mt.cli.unknown_options import option_names, require_known
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.config.experiment import groups
 from flaxformer_mt.config.files import load_config
-from flaxformer_mt.errors import prefixed
+from flaxformer_mt.errors import UserError, prefixed
 from flaxformer_mt.interruption import Interruption
 from flaxformer_mt.memory_limits import require_address_space
+from flaxformer_mt.runs.layout import CONFIG
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +30,9 @@ class Flags(ExperimentConfig):
 
     _: dataclasses.KW_ONLY
     config: Path
-    """Python file with get_config() -> ExperimentConfig, or the config.json of a run; its values
-    are the defaults below."""
+    """Python file with get_config() -> ExperimentConfig, the name of an included one (flaxformer-mt
+    configs), or the config.json of a run; its values are the defaults below. If left out, that of
+    the run in --workdir."""
     workdir: Path
     """Run folder, created if missing. An existing run is continued."""
     dry_run: bool = False
@@ -53,12 +58,15 @@ class Flags(ExperimentConfig):
 
 def parse_flags(arguments: Sequence[str], program: str = "train.py") -> Flags:
     """Parses the command line, with the configuration file that it names as defaults."""
-    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    finder.add_argument("--config", type=Path)
-    path = finder.parse_known_args(arguments)[0].config
+    require_known(arguments, [*option_names(typing.get_type_hints(Flags))], program)
+    wants_help = bool({"-h", "--help"} & set(arguments))
+    path = _configuration_file(arguments, wants_help)
     with prefixed("--config: "):
         config = ExperimentConfig() if path is None else load_config(path)
-    if {"-h", "--help"} & set(arguments):
+    found = (re.match(r"--optimizer\.([\w-]+)", each) for each in arguments)
+    given = {each[1].replace("-", "_") for each in found if each}
+    config = dataclasses.replace(config, optimizer=config.optimizer.without_other_warmup(given))
+    if wants_help:
         description, _, _ = inspect.cleandoc(train.__doc__ or "").partition("\nArgs:\n")
         print(help_text.wrap(description.replace("flaxformer-mt train", program)), end="\n\n")
         print(f"Exit codes:\n{exit_codes.table()}", end="\n\n")
@@ -69,6 +77,29 @@ def parse_flags(arguments: Sequence[str], program: str = "train.py") -> Flags:
         args=list(arguments),
         default=Flags(**vars(config), config=path or tyro.MISSING, workdir=tyro.MISSING),
         registry=help_text.registry,
+    )
+
+
+def _configuration_file(arguments: Sequence[str], wants_help: bool) -> Path | None:
+    """Returns the file of --config, or that of the run in --workdir; None if neither is given.
+
+    Raises:
+      UserError: there is no --config, and the folder holds no run to continue.
+    """
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--config", type=Path)
+    finder.add_argument("--workdir", type=Path)
+    given = finder.parse_known_args(arguments)[0]
+    if given.config is not None or given.workdir is None:
+        return given.config
+    file = given.workdir / CONFIG
+    if file.is_file():
+        return file
+    if wants_help:
+        return None
+    raise UserError(
+        f"--workdir={given.workdir} holds no run to continue: give --config to start one, such as "
+        "--config=first_hour (flaxformer-mt configs lists them)"
     )
 
 
@@ -91,7 +122,11 @@ def train(flags: Flags, interruption: Interruption | None = None) -> None:
       flaxformer-mt train --config=configs/quickstart.py --workdir=runs/quickstart
 
     Any field of the configuration can be set: --optimizer.learning-rate=1e-3
-    --train.num-steps=500. docs/training.md explains how to stop and continue.
+    --train.num-steps=500. A run is continued with its own configuration:
+
+      flaxformer-mt train --workdir=runs/quickstart
+
+    docs/training.md explains how to stop and continue.
 
     Args:
       flags: The options, from `parse_flags`.

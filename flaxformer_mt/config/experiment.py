@@ -85,6 +85,8 @@ def with_changes(
 ) -> ExperimentConfig:
     """Returns a configuration with other values: `{"train": {"num_steps": 100}}`.
 
+    Of `warmup` and `warmup_steps` of the optimizer, the one that is given replaces the other.
+
     TypeError if there is no such group or field, UserError if a value is invalid.
     """
     replaced = {}
@@ -102,7 +104,10 @@ def with_changes(
         for name in values:
             if name not in names:
                 raise TypeError(f"{group} has no field {name}{suggestion(name, names)}")
-        replaced[group] = dataclasses.replace(getattr(config, group), **values)
+        before = getattr(config, group)
+        if isinstance(before, OptimizerConfig):
+            before = before.without_other_warmup(values)
+        replaced[group] = dataclasses.replace(before, **values)
     return dataclasses.replace(config, **replaced)
 
 

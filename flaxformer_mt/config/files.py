@@ -29,11 +29,15 @@ _MODULE_NAME = "flaxformer_mt_configuration_file"
 def load_config(path: str | Path) -> ExperimentConfig:
     """Calls `get_config()` of a configuration file, or reads the `config.json` of a run.
 
-    `UserError`, with the file and the line, if it does not give an `ExperimentConfig`.
+    The name of an included configuration ("first_hour") stands for its file. `UserError`, with the
+    file and the line, if it does not give an `ExperimentConfig`.
     """
     path = Path(path)
     if not path.exists():
-        raise UserError(f"there is no file {path}")
+        known = included()
+        if str(path) not in known:
+            raise UserError(f"there is no file {path}{suggestion(path.stem, known)}")
+        path = known[str(path)]
     if path.suffix == ".json":
         text = read_text(path)
         with prefixed(f"{path}: "):
@@ -54,6 +58,17 @@ def load_config(path: str | Path) -> ExperimentConfig:
             f"{path}: get_config() returns {type(config).__name__}, not ExperimentConfig"
         )
     return config
+
+
+def included() -> dict[str, Path]:
+    """Returns the files of the configurations that come with the package, by name.
+
+    They are the folder `configs` of a clone, or the copy of it that is installed as package data.
+    """
+    package = Path(__file__).parents[1]
+    installed = package / "configs"
+    folder = installed if installed.is_dir() else package.with_name("configs")
+    return {file.stem: file for file in sorted(folder.glob("*.py"))}
 
 
 @contextlib.contextmanager

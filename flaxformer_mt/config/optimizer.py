@@ -1,7 +1,7 @@
 """The optimizer and its learning-rate schedule."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Literal
 
 from flaxformer_mt.config.fields import Checked, FieldRole, option
@@ -28,8 +28,11 @@ class OptimizerConfig(Checked):
     warmup_steps: int = option(4000, FieldRole.TRAINING, lowest=0)
     """w: number of steps over which the learning rate rises; constant ignores it, one_cycle needs
     it."""
+    warmup: float = option(0.0, FieldRole.TRAINING, lowest=0, below=1)
+    """w as a share of total_steps, instead of warmup_steps: at most one of them is given."""
     total_steps: int = option(0, FieldRole.TRAINING, lowest=0)
-    """Length of a one_cycle schedule; 0 = train.num_steps."""
+    """Length of a one_cycle schedule, and what warmup is a share of; 0 = train.num_steps, as it was
+    when the run began."""
     beta1: float = option(0.9, FieldRole.TRAINING, lowest=0, below=1)
     """Decay rate of Adam's first moment."""
     beta2: float = option(0.98, FieldRole.TRAINING, lowest=0, below=1)
@@ -43,6 +46,23 @@ class OptimizerConfig(Checked):
 
     _prefix = "optimizer."
 
+    def warmup_length(self, num_steps: int) -> int:
+        """Returns w for a run of `num_steps` steps; a share is at least one and not all of them."""
+        if not self.warmup:
+            return self.warmup_steps
+        total = self.total_steps or num_steps
+        return max(1, min(round(self.warmup * total), total - 1))
+
+    def without_other_warmup(self, given: Collection[str]) -> "OptimizerConfig":
+        """Returns the configuration without the warm-up that is replaced if fields are given."""
+        if "warmup_steps" in given:
+            return dataclasses.replace(self, warmup=0.0)
+        if "warmup" in given:
+            return dataclasses.replace(self, warmup_steps=OptimizerConfig.warmup_steps)
+        return self
+
     def _problems(self) -> Iterator[str]:
+        if self.warmup and self.warmup_steps != OptimizerConfig.warmup_steps:
+            yield "{warmup} and {warmup_steps} say the same: leave one of them out"
         if self.weight_decay and self.kind != "adamw":
             yield "optimizer.weight_decay needs optimizer.kind=adamw"

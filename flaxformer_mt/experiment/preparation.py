@@ -86,6 +86,8 @@ def prepare(
         cache_folder or workdir / CACHE,
         verify=distributed.is_main(),
     )
+    if continued:
+        config = run_folder.with_first_schedule(workdir, config)
     experiment = Experiment(config, dataset, objective, frozen)
     if not continued:
         experiment.load_given_parameters()  # Errors are raised before anything is written.

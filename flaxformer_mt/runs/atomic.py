@@ -45,21 +45,20 @@ _HERE, _RENAME_EXCHANGE = -100, 2  # AT_FDCWD and the flag of renameat2(2).
 def new_file(path: Path) -> Iterator[Path]:
     """Creates or replaces a file atomically: yields the path to write to.
 
-    A symbolic link is replaced; its target stays as it is. A device, a pipe or an open descriptor
-    (`/dev/null`, `/dev/stdout`) is written to directly. If the block raises, `path` is unchanged.
+    Missing parent folders are created. A symbolic link is replaced; its target stays as it is. A
+    device, a pipe or an open descriptor (`/dev/null`, `/dev/stdout`) is written to directly. If the
+    block raises, `path` is unchanged.
 
     Raises:
-      UserError: the folder does not exist, or the file cannot be written.
+      UserError: the file cannot be written.
     """
     if _is_stream(path):
         with explained(path):
             yield path
         return
-    if not os.path.isdir(path.parent):
-        raise UserError(f"{path} cannot be written: {path.parent} is not a folder")
     if os.path.isdir(path) and not path.is_symlink():
         raise UserError(f"{path} cannot be written: it is a folder")
-    with explained(path), workspace(path.parent) as folder:
+    with explained(path), _parent_of(path) as parent, workspace(parent) as folder:
         partial = folder / path.name
         yield partial
         sync(partial)
@@ -67,18 +66,15 @@ def new_file(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def new_folder(path: Path, *, replace: bool = False, parents: bool = False) -> Iterator[Path]:
+def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
     """Creates a folder atomically: yields an empty one to fill; if the block raises, there is none.
 
-    It must not exist, unless `replace`; its parent must, unless `parents` are to be created.
-    Otherwise, or if it cannot be written, raises `UserError`.
+    Missing parent folders are created. Raises `UserError` if it exists, unless `replace`, or if it
+    cannot be written.
     """
     if not replace:
         require_absent(path)
-    parent = path.absolute().parent
-    if not parents and not os.path.isdir(parent):
-        raise UserError(f"{path} cannot be written: {path.parent} is not a folder")
-    with explained(path), _parents(parent), workspace(parent) as folder:
+    with explained(path), _parent_of(path) as parent, workspace(parent) as folder:
         partial = folder / path.name
         partial.mkdir()
         yield partial
@@ -361,16 +357,20 @@ def _is_stream(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _parents(folder: Path) -> Iterator[None]:
-    missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
+def _parent_of(path: Path) -> Iterator[Path]:
+    """Yields the parent folder; if the block raises, the folders that were created are removed."""
+    parent = path.absolute().parent
+    missing = [folder for folder in (parent, *parent.parents) if not folder.exists()]
     try:
-        if missing:
-            make_folder(folder)
-        yield
+        try:
+            make_folder(parent)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise UserError(f"{path} cannot be written: {path.parent} is not a folder") from error
+        yield parent
     except BaseException:
-        for parent in missing:
+        for folder in missing:
             with contextlib.suppress(OSError):  # Others have put something into it.
-                parent.rmdir()
+                folder.rmdir()
         raise
 
 

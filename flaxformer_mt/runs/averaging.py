@@ -49,7 +49,7 @@ def average_run(
     with _chosen(run_folder, count, which, announce) as steps:
         params = average(run_folder, steps)
 
-    with atomic.new_folder(output, parents=True) as partial:
+    with atomic.new_folder(output) as partial:
         for name in (CONFIG, DATA):
             if (run_folder / name).is_file():
                 shutil.copy(run_folder / name, partial)

@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TypeAlias
 from flaxformer_mt import config as configuration
 from flaxformer_mt import input_files
 from flaxformer_mt.config import ExperimentConfig
-from flaxformer_mt.config.experiment import groups
+from flaxformer_mt.config.experiment import groups, with_changes
 from flaxformer_mt.config.fields import FieldRole, names_with
 from flaxformer_mt.data.corpora.corpus import Corpus
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
@@ -296,6 +296,18 @@ def with_stored_start(workdir: Path, experiment: ExperimentConfig) -> Experiment
         values[group] |= {name: stored[group][name] for name in names_with(kind, FieldRole.START)}
     values["model"] |= {name: stored["model"][name] for name in ("pad_id", "bos_id", "eos_id")}
     return configuration.from_dict(values)
+
+
+def with_first_schedule(workdir: Path, experiment: ExperimentConfig) -> ExperimentConfig:
+    """Returns the configuration with the schedule that the run began with, if it has more steps.
+
+    The warm-up of a run that is continued with another number of steps does not change.
+    """
+    first = data_file.read(workdir).get(data_file.CONFIG)
+    if first is None or not experiment.optimizer.warmup or experiment.optimizer.total_steps:
+        return experiment
+    steps = configuration.from_dict(first).train.num_steps
+    return with_changes(experiment, {"optimizer": {"total_steps": steps}})
 
 
 def update_config(workdir: Path, experiment: ExperimentConfig, corpora: Corpora) -> None:

@@ -87,7 +87,7 @@ def write_model(
     shapes = {path: leaf.shape for path, leaf in flatten_dict(params, sep="/").items()}
     _check_shapes(Path(folder), config, tokenizers, shapes)
     if distributed.is_main():
-        with atomic.new_folder(Path(folder), parents=True) as partial:
+        with atomic.new_folder(Path(folder)) as partial:
             write_run(partial, config, {}, tokenizers, origin)
             write_params(partial, step, params)
     distributed.barrier("the run folder is written")

@@ -20,7 +20,7 @@ from flaxformer_mt.training.sharding import path_name
 def make_schedule(config: OptimizerConfig, d_model: int, num_steps: int) -> optax.Schedule:
     r"""Returns the learning rate schedule of a configuration for D = `d_model`.
 
-    With r = `learning_rate` and w = `warmup_steps` (0 counts as 1), the rate of update t is
+    With r = `learning_rate` and w = `warmup_length` (0 counts as 1), the rate of update t is
 
     - inverse_square_root: :math:`r \min(t / w, \sqrt{w / t})`, of Ott et al. 2019 (fairseq), which
       starts at t = 0;
@@ -39,11 +39,12 @@ def make_schedule(config: OptimizerConfig, d_model: int, num_steps: int) -> opta
     Raises:
       UserError: the warm-up is not shorter than one cycle.
     """
-    rate, w = config.learning_rate, max(config.warmup_steps, 1)
+    rate, warmup = config.learning_rate, config.warmup_length(num_steps)
+    w = max(warmup, 1)
     if config.schedule == "constant":
         return optax.constant_schedule(rate)
     if config.schedule == "one_cycle":
-        return _one_cycle(rate, config.warmup_steps, config.total_steps or num_steps)
+        return _one_cycle(rate, warmup, config.total_steps or num_steps)
     by_width = rate * d_model**-0.5
     formulas: dict[str, Callable[[Array], Array]] = {
         "inverse_square_root": lambda t: rate * jnp.minimum(t / w, jnp.sqrt(w / t)),

@@ -218,7 +218,8 @@ def test_saving_refuses_what_cannot_be_written(tmp_path):
 
     path = tmp_path / "model.pt"
     assert "suffix" in refused("tunz", config, params, tmp_path / "model.npz")
-    assert "is not a folder" in refused("tunz", config, params, tmp_path / "no" / "model.pt")
+    (tmp_path / "file").touch()
+    assert "is not a folder" in refused("tunz", config, params, tmp_path / "file" / "model.pt")
     assert "annotated has norm_kind=unbiased_std" in refused("annotated", config, params, path)
     without = {k: v for k, v in params.items() if k != "target_embedding"}
     assert "target_embedding/embedding is missing" in refused("tunz", config, without, path)
@@ -228,7 +229,7 @@ def test_saving_refuses_what_cannot_be_written(tmp_path):
     assert "output/bias is unexpected" in refused("tunz", config, extra, path)
     half = params | {"target_embedding": {"embedding": np.zeros((11, 16), np.float16)}}
     assert "is float16" in refused("tunz", config, half, path)
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"]
 
 
 @pytest.mark.parametrize("family", ["tunz", "opennmt", "fairseq", "marian"])

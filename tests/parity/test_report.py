@@ -273,8 +273,8 @@ def test_plots_are_written_in_the_format_of_their_name(tmp_path):
         UserError, match=r"steps\.txt: the name of a plot must end in one of png, svg, pdf"
     ):
         parity.plot_trajectory(trajectory, tmp_path / "steps.txt")
-    with pytest.raises(UserError, match="no is not a folder"):
-        parity.plot_trajectory(trajectory, tmp_path / "no" / "steps.png")
+    with pytest.raises(UserError, match=r"steps\.svg is not a folder"):
+        parity.plot_trajectory(trajectory, tmp_path / "steps.svg" / "steps.png")
     assert {path.name for path in tmp_path.iterdir()} == {"steps.png", "steps.svg"}
 
 

@@ -42,7 +42,7 @@ def test_errors_are_one_line(command, tmp_path):
     ending = ("--source", "twelve", "--target", "zwölf", "--output", tmp_path / "a.html")
     for arguments, message in {
         ("--source", "a", "--output", "a.gif"): "a.gif: the name of a picture must end in one",
-        ("--source", "a", "--output", "no/a.html"): "no/a.html cannot be written: no is not a fold",
+        ("--source", "a", "--output", "README.md/a.html"): "README.md is not a folder",
         ("--source", " ", "--output", tmp_path / "a.html"): "the source is empty",
         (*ending, "--beam-size", "2"): "search options other than --first-token have no",
         (*ending, "--first-token", "no token"): "--first-token=no token is not a token",

@@ -121,7 +121,7 @@ def test_images(run, tmp_path, suffix, capfd):
     ("options", "message"),
     [
         (["--run", "{run}", "--output", "c.jpg"], "c.jpg: the name of a picture must end in one"),
-        (["--run", "{run}", "--output", "absent/c.png"], "absent is not a folder"),
+        (["--run", "{run}", "--output", "{run}/metrics.jsonl/c.png"], "metrics.jsonl is not a fol"),
         (["--output", "c.png"], "--run is missing"),
         (["--run", "{run}/..", "--output", "c.png"], "is not a run folder"),
         (["--run", "{empty}", "--output", "c.png"], "empty has no metrics to plot: nothing was"),

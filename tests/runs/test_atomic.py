@@ -353,23 +353,34 @@ def test_a_file_does_not_replace_a_folder(tmp_path):
 
 
 @pytest.mark.parametrize("create", [atomic.new_file, atomic.new_folder])
-def test_a_missing_parent_is_named(tmp_path, create):
-    path = tmp_path / "missing" / "name"
-    with pytest.raises(UserError, match=r"missing is not a folder"), create(path):
+@pytest.mark.parametrize("place", ["file/name", "file/deeper/name", "link/name"])
+def test_a_parent_that_is_not_a_folder_is_named(tmp_path, create, place):
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("missing")
+    path = tmp_path / place
+    message = f"{path} cannot be written: {path.parent} is not a folder"
+    with pytest.raises(UserError, match=message), create(path):
         pytest.fail("not reached")
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "link"}
 
 
-def test_parents_are_created_on_request_and_removed_again_after_a_failure(tmp_path):
-    path = tmp_path / "missing" / "too" / "folder"
-    with (
-        contextlib.suppress(ZeroDivisionError),
-        atomic.new_folder(path, parents=True),
-    ):
+@pytest.mark.parametrize("create", [atomic.new_file, atomic.new_folder])
+def test_parents_are_created_and_removed_again_after_a_failure(tmp_path, create):
+    path = tmp_path / "missing" / "too" / "name"
+    with contextlib.suppress(ZeroDivisionError), create(path):
         print(1 / 0)
     assert not list(tmp_path.iterdir())
-    with atomic.new_folder(path, parents=True):
-        pass
-    assert path.is_dir()
+    with create(path) as partial:
+        if create == atomic.new_file:
+            partial.touch()
+    assert path.exists()
+
+
+def test_a_relative_name_has_the_current_folder_as_parent(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    atomic.write_text(Path("name"), "text")
+    atomic.write_text(Path("missing/name"), "text")
+    assert (tmp_path / "name").read_text() == (tmp_path / "missing/name").read_text() == "text"
 
 
 def test_a_name_that_is_too_long_is_an_error(tmp_path):

@@ -20,6 +20,7 @@ SMALL = (
     "--model.num-decoder-layers=1",
     "--data.vocab-size=400",
     "--optimizer.schedule=inverse_square_root",
+    "--optimizer.warmup-steps=1120",
     "--train.batch-tokens=512",
     "--train.eval-every=4",
     "--train.checkpoint-every=2",

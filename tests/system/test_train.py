@@ -14,6 +14,8 @@ from small_runs import flags, metrics
 from flaxformer_mt.cli import training
 from flaxformer_mt.decoding.translator import Translator
 from flaxformer_mt.runs.checkpoint import restore_params
+from flaxformer_mt.runs.folder import read_config
+from flaxformer_mt.training.optimizer import make_schedule
 
 
 def test_a_run_folder_is_all_that_a_model_needs(finished, text, tmp_path):
@@ -51,7 +53,8 @@ def test_a_run_folder_is_all_that_a_model_needs(finished, text, tmp_path):
 def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(finished, text, tmp_path, stop):
     workdir = tmp_path / "run"
     training.train(training.parse_flags(flags(text, workdir, f"--train.num-steps={stop}")))
-    training.train(training.parse_flags(flags(text, workdir, "--train.num-steps=6")))
+    # Without --config, with the configuration of the folder.
+    training.train(training.parse_flags([f"--workdir={workdir}", "--train.num-steps=6"]))
     assert restore_params(workdir, "last")[0] == 6
     chex.assert_trees_all_equal(
         restore_params(workdir, "last")[1], restore_params(finished, "last")[1]
@@ -126,21 +129,27 @@ def test_a_run_goes_on_with_fewer_devices(text, tmp_path):
         )
 
 
-def test_an_unknown_option_suggests_the_right_one(capsys, tmp_path):
-    with pytest.raises(SystemExit) as stop:
-        training.parse_flags(
-            ["--config=configs/reverse.py", f"--workdir={tmp_path / 'run'}", "--model.d-modle=3"]
-        )
-    assert stop.value.code == 2
-    assert "--model.d-model" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_missing_config(refuse, tmp_path):
     error = refuse("--config=configs/none.py", f"--workdir={tmp_path / 'run'}")
     assert "there is no file configs/none.py" in error
 
 
+def test_without_a_config_the_folder_must_hold_a_run(refuse, finished, tmp_path, capsys):
+    for workdir in (tmp_path, tmp_path / "missing"):
+        error = refuse(f"--workdir={workdir}")
+        assert f"--workdir={workdir} holds no run to continue: give --config to start one" in error
+    with pytest.raises(SystemExit):
+        training.parse_flags([f"--workdir={finished}", "--help"])
+    assert "--model.d-model INT" in capsys.readouterr().out
+    assert training.parse_flags([f"--workdir={finished}"]).experiment() == read_config(finished)
+
+
 @pytest.mark.parametrize("name", [path.stem for path in sorted(Path("configs").glob("*.py"))])
-def test_every_configuration_is_valid(name, tmp_path):
-    training.parse_flags([f"--config=configs/{name}.py", f"--workdir={tmp_path}"])
+def test_every_configuration_is_valid_also_with_few_steps(name, tmp_path):
+    for options in ((), ("--train.num-steps=120",), ("--optimizer.warmup_steps=100",)):
+        arguments = [f"--config=configs/{name}.py", f"--workdir={tmp_path}", *options]
+        config = training.parse_flags(arguments).experiment()
+        w = config.optimizer.warmup_length(config.train.num_steps)
+        assert 0 < w < config.train.num_steps
+        make_schedule(config.optimizer, config.model.d_model, config.train.num_steps)
+        assert not config.optimizer.warmup or "--optimizer.warmup_steps=100" not in options

@@ -10,7 +10,8 @@ import torch
 from flax.traverse_util import flatten_dict
 from transformers import Adafactor
 
-from flaxformer_mt.config import OptimizerConfig
+from flaxformer_mt.config import ExperimentConfig, OptimizerConfig
+from flaxformer_mt.config.experiment import with_changes
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.parity.references import losses as published
 from flaxformer_mt.training.optimizer import make_optimizer, make_schedule
@@ -58,6 +59,37 @@ def test_no_warm_up_starts_at_the_peak(name):
 def test_one_cycle_needs_its_peak_inside(warmup):
     with pytest.raises(UserError, match=r"optimizer\.warmup_steps"):
         make_schedule(OptimizerConfig(schedule="one_cycle", warmup_steps=warmup), D, STEPS)
+
+
+@pytest.mark.parametrize("total_steps", [0, 2 * STEPS])
+@pytest.mark.parametrize("name", RATES)
+def test_a_share_of_the_steps_is_the_same_warm_up(name, total_steps):
+    share = OptimizerConfig(schedule=name, warmup=0.3, total_steps=total_steps)
+    length = round(0.3 * (total_steps or STEPS))
+    steps = OptimizerConfig(schedule=name, warmup_steps=length, total_steps=total_steps)
+    first, second = (make_schedule(each, D, STEPS) for each in (share, steps))
+    assert [float(first(count)) for count in range(STEPS)] == [
+        float(second(count)) for count in range(STEPS)
+    ]
+
+
+@pytest.mark.parametrize(("warmup", "steps", "w"), [(0.3, 2, 1), (0.01, 9, 1), (0.99, 9, 8)])
+def test_a_share_leaves_steps_before_and_after_the_peak(warmup, steps, w):
+    config = OptimizerConfig(schedule="one_cycle", warmup=warmup)
+    assert config.warmup_length(steps) == w
+    make_schedule(config, D, steps)
+
+
+def test_the_warm_up_is_given_once():
+    with pytest.raises(UserError, match=r"optimizer\.warmup=0\.1 and optimizer\.warmup_steps=9"):
+        OptimizerConfig(warmup=0.1, warmup_steps=9)
+    both = {"optimizer": {"warmup": 0.1, "warmup_steps": 9}}
+    with pytest.raises(UserError, match="say the same: leave one of them out"):
+        with_changes(ExperimentConfig(), both)
+    by_share = with_changes(ExperimentConfig(), {"optimizer": {"warmup": 0.1}})
+    by_steps = with_changes(by_share, {"optimizer": {"warmup_steps": 9}})
+    assert (by_steps.optimizer.warmup, by_steps.optimizer.warmup_steps) == (0, 9)
+    assert with_changes(by_steps, {"optimizer": {"warmup": 0.1}}) == by_share
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def build_dataset(
         if not name.isidentifier():
             raise UserError(f"a split cannot be called {name!r}: use letters, digits and _")
     try:
-        with atomic.new_folder(folder, parents=True) as partial:
+        with atomic.new_folder(folder) as partial:
             infos = [
                 _write_split(tfds, partial, features, name, corpus, shard_bytes)
                 for name, corpus in splits.items()

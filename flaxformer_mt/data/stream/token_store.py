@@ -229,7 +229,7 @@ class _Store:
         return json.loads((self.folder / "store.json").read_text(encoding="utf-8"))
 
     def _build(self, origin: _Origin) -> None:
-        with atomic.new_folder(self.folder, replace=True, parents=True) as partial:
+        with atomic.new_folder(self.folder, replace=True) as partial:
             report, files = self._write_arrays(partial)
             description = {
                 "origin": origin,

@@ -69,7 +69,7 @@ def _traced(path: Path) -> Iterator[None]:
     options.python_tracer_level = 0  # Thousands of calls inside JAX, which slow the steps down.
     with (
         contextlib.suppress(_Incomplete),
-        atomic.new_folder(path, replace=True, parents=True) as folder,
+        atomic.new_folder(path, replace=True) as folder,
     ):
         jax.profiler.start_trace(folder, profiler_options=options)
         try:
