@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from flaxformer_mt.errors import UserError, first_line
+from flaxformer_mt.input_files import require_local
 
 MARKER = ".flaxformer_mt"
 """Name of the file that marks a workspace."""
@@ -91,6 +92,7 @@ def make_folder(folder: Path) -> None:
     """Creates a folder and its parents durably, unless they exist."""
     if folder.is_dir():
         return
+    require_local(folder)
     try:
         folder.mkdir(exist_ok=True)
     except FileNotFoundError:
@@ -180,6 +182,7 @@ def require_utf8(folder: Path) -> None:
 
 def require_writable(folder: Path) -> None:
     """Raises `UserError` unless a folder can be written to or created; writes nothing."""
+    require_local(folder)
     with explained(folder):
         folder = folder.absolute()
         for existing in (folder, *folder.parents):

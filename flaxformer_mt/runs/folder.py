@@ -63,6 +63,7 @@ def locked(run_folder: str | Path, announce: Callable[[str], None] = print) -> I
 def require_run(folder: str | Path) -> None:
     """Raises `UserError` unless a folder exists and has a `config.json`."""
     if not Path(folder).is_dir():
+        input_files.require_local(folder)
         raise UserError(f"there is no run folder {folder}")
     if not Path(folder, layout.CONFIG).is_file():
         raise UserError(f"{folder} is not a run folder: it has no {layout.CONFIG}")
