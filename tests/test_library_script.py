@@ -1,4 +1,4 @@
-"""The training script of docs/library.md, as it stands there, with small sizes."""
+"""The training scripts of docs/library.md and README.md, as they stand there, with small sizes."""
 
 import functools
 import json
@@ -19,7 +19,7 @@ from flaxformer_mt.config import DataConfig
 from flaxformer_mt.data.corpora.corpus import load_corpus
 from flaxformer_mt.runs.trained_model import describe_run
 
-(SCRIPT,) = ["\n".join(block.lines) for block in BLOCKS if block.file == "script.py"]
+SCRIPTS = {block.file: "\n".join(block.lines) for block in BLOCKS if block.file}
 _PAIRS = load_corpus(DataConfig(corpus="phrases", generated_pairs=200), "train").pairs()
 TEXT = "".join(f"{source}\t{target}\n" for source, target in _PAIRS)
 SMALL = {
@@ -35,18 +35,21 @@ SMALL = {
 
 def run_script(folder, mesh, killed_at=None):
     """Runs the script in a process of its own, on 8 devices or, without a mesh, on one."""
-    text = SCRIPT
     changes = SMALL | {"make_mesh(fsdp=2)": f"make_mesh({mesh})"}
     if killed_at is not None:
         changes["        if position.step =="] = (
             f"        if position.step == {killed_at}: __import__('os').kill("
             "__import__('os').getpid(), 9)\n        if position.step =="
         )
+    return run_changed(SCRIPTS["script.py"], changes, folder, 8 if mesh else 1)
+
+
+def run_changed(text, changes, folder, devices):
+    """Runs a script with other sizes in a process of its own."""
     for old, new in changes.items():
         assert text.count(old) == 1, old
         text = text.replace(old, new)
     (folder / "script.py").write_text(text)
-    devices = 8 if mesh else 1
     flags = os.environ["XLA_FLAGS"].replace("device_count=8", f"device_count={devices}")
     return subprocess.run(
         [sys.executable, "script.py"],
@@ -66,6 +69,17 @@ def whole_run(folder, mesh):
     assert done.returncode == 0, done.stderr[-2000:]
     assert len(done.stdout.splitlines()) == 3  # translations
     return folder
+
+
+@pytest.mark.slow
+def test_the_script_of_the_readme_writes_a_run_that_translates(tmp_path):
+    (tmp_path / "mine.tsv").write_text(TEXT)
+    changes = {old: new for old, new in SMALL.items() if old != "% 1000 == 0"}
+    done = run_changed(SCRIPTS["short.py"], changes, tmp_path, devices=1)
+    assert done.returncode == 0, done.stderr[-2000:]
+    model = fmt.load(tmp_path / "runs/mine-final")
+    assert model.config.model.d_model == 32
+    assert isinstance(model.translate("two hours"), str)
 
 
 @pytest.mark.slow  # By default, tests/system/test_train.py kills a run.

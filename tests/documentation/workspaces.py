@@ -183,7 +183,7 @@ def reference(family: str) -> torch.nn.Module:
 
 def names(folder: Path, page: str) -> dict[str, Any]:
     """Returns the variables that the Python of a page expects."""
-    if page not in ("README.md", "docs/converting.md"):
+    if page not in PAGES_WITH_MODULE:
         return {}
     source = np.array([[5, 6, 7, 8, 2], [9, 4, 2, 0, 0]], np.int32)
     target_input = np.array([[1, 5, 6, 7], [1, 7, 0, 0]], np.int32)
@@ -194,9 +194,15 @@ def names(folder: Path, page: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+PAGES_WITH_MODULE = {
+    "README.md", "docs/converting.md", "docs/published-models.md", "docs/reference-tools.md",
+}  # fmt: skip
+"""Those whose Python compares a module with a batch."""
+PAGES_WITH_CHECKPOINTS = {*PAGES_WITH_MODULE, "docs/parity-in-ci.md"}
+
 FURTHER: dict[str, Callable[[Path], None]] = {
-    "README.md docs/opus-mt.md docs/python.md": opus,
-    "README.md docs/converting.md docs/parity-in-ci.md": published,
+    "README.md docs/opus-mt.md docs/python.md docs/reference-runs.md": opus,
+    " ".join(PAGES_WITH_CHECKPOINTS): published,
     "docs/hugging-face.md": hub,
     "docs/decoding.md docs/evaluation.md": mine,
     "docs/training.md": several_checkpoints,
