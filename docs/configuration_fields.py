@@ -33,8 +33,8 @@ field is set in a configuration file (`TrainConfig(num_steps=1000)`), on the com
 prints the same with the values of that file.
 
 Fields that are lists take their items after each other: `--train.freeze embedding encoder/`.
-"Continuing" says whether a run may be continued with another value: free; noted, because rounding or
-random draws change; accepted, with `--accept-changes`; or never
+"Continuing" says whether a run may be continued with another value: free; noted, because rounding
+or random draws change; accepted, with `--accept-changes`; or never
 ([Training](training.md#changing-options)).
 
 This page is written by `python docs/configuration_fields.py`.
