@@ -62,6 +62,7 @@ FOREIGN = {
     "--output_dir": "--workdir", "--learning_rate": "--optimizer.learning-rate",
     "--per_device_train_batch_size=8": "--train.batch-tokens", "--max_steps": "--train.num-steps",
     "--num_train_epochs": "--train.num-steps", "--warmup_steps": "--optimizer.warmup-steps",
+    "--warmup_ratio=0.1": "--optimizer.warmup",
     "--gradient_accumulation_steps": "--train.accumulation-steps",
     "--save_steps": "--train.checkpoint-every", "--eval_steps": "--train.eval-every",
     "--logging_steps": "--train.log-every", "--seed": "--train.seed",

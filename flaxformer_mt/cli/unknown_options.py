@@ -60,6 +60,7 @@ COUNTERPARTS = (
     Counterpart("optimizer.learning-rate", "lr learn-rate base-learning-rate"),
     Counterpart("optimizer.schedule", "lr-scheduler lr-scheduler-type decay-method scheduling"),
     Counterpart("optimizer.warmup-steps", "warmup-updates lr-warmup"),
+    Counterpart("optimizer.warmup", "warmup-ratio warmup-proportion"),
     Counterpart("optimizer.kind", "optim optimizer"),
     Counterpart("optimizer.beta1", "adam-betas optimizer-params", "and --optimizer.beta2"),
     Counterpart("optimizer.epsilon", "adam-eps adam-epsilon"),
