@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from flaxformer_mt.config.experiment import groups
@@ -62,9 +63,13 @@ def adapted_state(
             opt_state = _cast(jax.tree.unflatten(jax.tree.structure(fresh), leaves), fresh)
         else:
             named = jax.tree_util.tree_leaves_with_path(state.opt_state)
-            counts = [leaf for path, leaf in named if _is_count(path)]
+            # Adafactor has one for each layer; all are equal.
+            counts = [leaf.ravel()[0] for path, leaf in named if _is_count(path)]
             opt_state = jax.tree_util.tree_map_with_path(
-                lambda path, leaf: counts[0] if counts and _is_count(path) else leaf, fresh
+                lambda path, leaf: (
+                    jnp.broadcast_to(counts[0], leaf.shape) if _is_count(path) else leaf
+                ),
+                fresh,
             )
         average = params if state.ema is None else _cast(state.ema, params)
         return dataclasses.replace(
