@@ -26,6 +26,10 @@ def test_blocks_name_their_language_and_why_they_are_not_run():
         assert block.language not in ("sh", "console") or block.commands(), block
 
 
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
 def test_commands_are_in_fenced_blocks():
     for page in PAGES:
         assert not re.search(r"^ {4}(\$ |flaxformer-mt |python |pip )", prose(page), re.M), page
