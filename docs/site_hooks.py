@@ -24,6 +24,7 @@ PAGES = {
 """Pages of the site by the file of the repository that they are."""
 LANGUAGES = {".py": "python", ".toml": "toml", ".yml": "yaml", ".json": "json"}
 _LINK = re.compile(r"\]\(([^()\s#:]+)(#[^()\s]*)?\)")
+_CODE = re.compile(r"`[^`\n]+`")
 _HEADING_OF_ENTRY = re.compile(r"^#+ (.+)\n\n(?=::: )", re.M)
 
 
@@ -57,6 +58,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     # mkdocstrings writes the heading of an entry; on GitHub there is only that of the page.
     markdown = _HEADING_OF_ENTRY.sub(r'<a id="\1"></a>\n\n', markdown)
+    # GitHub needs the backslash in tables; Python-Markdown would show it.
+    markdown = _CODE.sub(lambda code: code[0].replace(r"\|", "|"), markdown)
     return _LINK.sub(replaced, markdown)
 
 

@@ -35,8 +35,12 @@ def as_module(model: TransformerConfig | nn.Module) -> nn.Module:
 def init(config: TransformerConfig | nn.Module, key: Array) -> dict[str, Any]:
     """Returns initial parameters, a tree of nested dicts in `config.param_dtype`.
 
-    config = fmt.TransformerConfig(source_vocab_size=100, target_vocab_size=100, d_model=64)
-    params = jax.jit(fmt.init, static_argnums=0)(config, jax.random.key(0))
+        config = fmt.TransformerConfig(source_vocab_size=100, target_vocab_size=100, d_model=64)
+        params = jax.jit(fmt.init, static_argnums=0)(config, jax.random.key(0))
+
+    Args:
+      config: the model, or a module that is called like `Transformer`.
+      key: of `jax.random`.
     """
     module = as_module(config)
     tokens = jnp.zeros((1, 1), jnp.int32)  # No parameter depends on their shape.

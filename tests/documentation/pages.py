@@ -24,6 +24,7 @@ REASONS = {
     "does not end",
     "needs your model",
 }
+MIGRATION = ROOT / "docs/migration.md"
 _FENCE = re.compile(r"```(\w*)$")
 _COMMENT = re.compile(r"<!-- (not run|file|output)(?:: (.+))? -->$")
 
@@ -97,6 +98,15 @@ def blocks(path: Path) -> list[Block]:
             index = end
         index += 1
     return found
+
+
+def prose(path: Path) -> str:
+    """Returns the text of a page without its blocks, and without the options of other toolkits.
+
+    These are the first column of the tables of docs/migration.md.
+    """
+    text = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
+    return re.sub(r"^\|.*? \| ", "| ", text, flags=re.M) if path == MIGRATION else text
 
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]

@@ -4,14 +4,12 @@ import dataclasses
 import re
 
 import pytest
-from documentation.pages import ROOT
+from documentation.pages import MIGRATION, prose
 
 from flaxformer_mt.config.experiment import groups
 from flaxformer_mt.config.fields import bounds_of, check_value, choices_of, type_hints
 
-TEXT = (ROOT / "docs/migration.md").read_text(encoding="utf-8")
-OURS = re.sub(r"^\|.*? \| ", "| ", TEXT, flags=re.M)
-"""The page without the names of others, in the first column of the tables."""
+TEXT = MIGRATION.read_text(encoding="utf-8")
 FIELD = re.compile(rf"`((?:{'|'.join(groups())})\.\w+)(?:=([^`]+))?`")
 TOOLKITS = ("fairseq", "OpenNMT-py and eole", "JoeyNMT", "Marian", "Hugging Face Trainer", "T5X")
 
@@ -29,7 +27,7 @@ def section(toolkit):
 OURS_BY_ROW = [row[1] for name in TOOLKITS for rows in tables(section(name)) for row in rows]
 
 
-@pytest.mark.parametrize(("name", "value"), sorted({*FIELD.findall(OURS)}))
+@pytest.mark.parametrize(("name", "value"), sorted({*FIELD.findall(prose(MIGRATION))}))
 def test_an_option_of_a_table_exists_and_takes_its_value(name, value):
     group, _, field_name = name.partition(".")
     kind = groups()[group]
