@@ -107,7 +107,7 @@ def check_changes(changes, tmp_path, capsys):
         capsys.readouterr()
         flaxformer_mt.train(config, whole, **accepts)
         assert f"changed after step {start}: " in capsys.readouterr().out
-        assert name in " ".join(describe_run(whole)["changes"])
+        assert name in " ".join(describe_run(whole)["changes"] or ())
         # The second run is stopped twice: at once, and amid the new steps.
         flaxformer_mt.train(config, stopped, **accepts, callbacks=[stop_at(start + 2)])
         flaxformer_mt.train(config, stopped)

@@ -31,7 +31,7 @@ from flaxformer_mt.errors import UserError
 from flaxformer_mt.evaluation import compare, evaluate
 from flaxformer_mt.exit_codes import ExitCode
 from flaxformer_mt.runs.checkpoint import Checkpoints
-from flaxformer_mt.runs.trained_model import load_run
+from flaxformer_mt.runs.trained_model import load_run, write_model
 from flaxformer_mt.training.state import TrainState
 
 COMMANDS = [name for group in program.COMMANDS.values() for name in group]
@@ -417,10 +417,21 @@ def test_inspect_distinguishes_models(run, command):
     lines = command("inspect", "--run", run)[1].splitlines()
     assert lines[0] == "step: 2"
     path, shape = next(iter(shapes.items()))
-    assert f"parameters.{path}: {shape}" in lines
+    assert not any(line.startswith("parameters.") for line in lines)
+    with_parameters = command("inspect", "--run", run, "--parameters")[1].splitlines()
+    assert f"parameters.{path}: {shape}" in with_parameters
     assert "checkpoints.1.loss: 1.0" in lines
     assert f"parameters_sha256: {last['parameters_sha256']}" in lines
     assert "config.decode.beam_size: 3" in lines
+
+
+def test_inspect_shows_what_there_is(tmp_path, command):
+    talker = make_talker()
+    params = random_params(talker.model)
+    write_model(tmp_path / "imported", talker.config, talker.tokenizers, params)
+    lines = command("inspect", "--run", tmp_path / "imported")[1].splitlines()
+    assert "None" not in "\n".join(lines)
+    assert lines[:2] == ["step: 0", "checkpoints.0: not validated"]
 
 
 def test_unknown_options_are_rejected_with_a_suggestion(run, capsys):

@@ -1,7 +1,8 @@
 """Commands on the checkpoints of a run folder: `inspect` and `average`."""
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -13,13 +14,13 @@ from flaxformer_mt.errors import UserError
 
 def inspect(
     run: RunFolder,
-    checkpoint: CheckpointChoice = "last",
+    checkpoint: Annotated[CheckpointChoice, tyro.conf.arg(metavar="STEP")] = "last",
+    parameters: Annotated[bool, tyro.conf.arg(aliases=["-p"])] = False,
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> None:
-    """Describes a run: checkpoints, sizes, parameters, configuration.
+    """Describes a run: checkpoints, sizes, configuration, fingerprints.
 
-    The parameters are listed by path, with their shapes, and the checkpoints with the validation
-    metric that ranks them (train.best-metric).
+    The checkpoints are listed with the validation metric that ranks them (train.best-metric).
 
     Examples:
       flaxformer-mt inspect --run RUN
@@ -28,7 +29,8 @@ def inspect(
     Args:
       run: Run folder of the trained model.
       checkpoint: "best" by validation, "last", or the step of a checkpoint.
-      as_json: Print a JSON object instead of `name: value` lines.
+      parameters: List the parameters as well, by path, with their shapes.
+      as_json: Print a JSON object with everything instead of `name: value` lines.
     """
     from flaxformer_mt.runs.trained_model import describe_run
 
@@ -36,10 +38,20 @@ def inspect(
     if as_json:
         output.print_json(description)
     else:
-        from flax.traverse_util import flatten_dict
+        output.print_lines(_lines(description, parameters))
 
-        values = flatten_dict(description, sep=".")
-        output.print_lines(f"{name}: {value}" for name, value in values.items())
+
+def _lines(description: dict[str, Any], parameters: bool) -> Iterator[str]:
+    from flax.traverse_util import flatten_dict
+
+    shapes = description.pop("parameters")
+    for name, value in flatten_dict(description, sep=".").items():
+        if value is not None:
+            yield f"{name}: {value}"
+        elif name.startswith("checkpoints."):
+            yield f"{name.rpartition('.')[0]}: not validated"
+    if parameters:
+        yield from (f"parameters.{path}: {shape}" for path, shape in shapes.items())
 
 
 def average(

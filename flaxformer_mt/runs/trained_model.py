@@ -141,23 +141,24 @@ def describe_run(
             str(step): {metric: None if score == -math.inf else round(metric_of(metric, score), 4)}
             for step, score in sorted(whole_checkpoints(folder, announce).items())
         },
+        "parameter_count": sum(leaf.size for leaf in leaves.values()),
         "sizes": {
             "source_vocab_size": model.source_vocab_size,
             "target_vocab_size": model.target_vocab_size,
             "head_dim": model.key_width,
             "value_dim": model.value_width,
         },
-        "parameter_count": sum(leaf.size for leaf in leaves.values()),
-        "parameters": {path: list(leaf.shape) for path, leaf in sorted(leaves.items())},
-        "parameters_sha256": parameters_sha256(run.params),
-        "tokenizer_fingerprints": fingerprints(run.tokenizers),
-        "data_fingerprints": read_fingerprints(folder),
         "hold_out": data_file.read(folder).get(data_file.HOLD_OUT),
         "changes": [
             f"after step {entry['step']}: {changes.described(entry)}"
             for entry in changes.read(folder)
-        ],
+        ]
+        or None,
         "config": configuration.to_dict(run.config),
+        "data_fingerprints": read_fingerprints(folder),
+        "tokenizer_fingerprints": fingerprints(run.tokenizers),
+        "parameters_sha256": parameters_sha256(run.params),
+        "parameters": {path: list(leaf.shape) for path, leaf in sorted(leaves.items())},
     }
 
 

@@ -23,6 +23,7 @@ REASONS = {
     "takes minutes, and needs jax[cuda13]",
     "does not end",
     "needs your model",
+    "needs a running server",
 }
 MIGRATION = ROOT / "docs/migration.md"
 _FENCE = re.compile(r"```(\w*)$")

@@ -115,7 +115,7 @@ def test_options_in_the_text_exist(capsys):
         with pytest.raises(SystemExit):
             cli.main([name, "--help"])
         known |= options_in(capsys.readouterr().out)
-    for path in (ROOT / "benchmarks").rglob("*.py"):
+    for path in (*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "examples").glob("*.py")):
         known |= options_in(path.read_text(encoding="utf-8"))
     for page in PAGES:
         for code in re.findall(r"`(--[^`]+)`", prose(page)):

@@ -30,7 +30,7 @@ OPTIONS = {
                  "resamples", "format"),
     "plot": ("run", "output", "metrics", "x", "smoothing"),
     "attention": ("run", "source", "target", "output", "checkpoint"),
-    "inspect": ("run", "checkpoint", "json"),
+    "inspect": ("run", "checkpoint", "parameters", "json"),
     "average": ("run", "last", "best", "output"),
     "lexicon": ("run", "source", "target", "output"),
     "prepare": ("path", "output", "source-language", "target-language", "format", "splits"),

@@ -1,0 +1,490 @@
+"""The HTTP server in `examples/server.py`: what it answers, what it refuses, and under load."""
+
+import collections
+import concurrent.futures
+import contextlib
+import http.client
+import itertools
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from documentation import pages
+
+import flaxformer_mt as fmt
+from examples import server as example
+from flaxformer_mt.cli import main
+from flaxformer_mt.config import DataConfig
+from flaxformer_mt.data.corpora.corpus import load_corpus
+from flaxformer_mt.errors import UserError
+
+JSON = "application/json"
+FORM = "application/x-www-form-urlencoded"
+PAIR = {"source": "en", "target": "de"}
+
+
+class Client:
+    """Sends each request over a connection of its own."""
+
+    def __init__(self, port):
+        self.port = port
+
+    def send(self, method, path, body=None, kind=JSON, headers=()):
+        """Returns status, JSON and headers of an answer."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=300)
+        if isinstance(body, dict):
+            body = json.dumps(body).encode()
+        given = {"Content-Type": kind} if body is not None else {}
+        with contextlib.closing(connection):
+            connection.request(method, path, body, {**given, **dict(headers)})
+            answer = connection.getresponse()
+            return answer.status, json.loads(answer.read()), answer.headers
+
+    def post(self, path, body, **options):
+        status, values, _ = self.send("POST", path, body, **options)
+        return status, values
+
+    def get(self, path):
+        status, values, _ = self.send("GET", path)
+        return status, values
+
+    def raw(self, sent):
+        """Sends bytes and no more, and returns what comes back."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=60) as connection:
+            connection.sendall(sent)
+            connection.shutdown(socket.SHUT_WR)
+            return b"".join(iter(lambda: connection.recv(4096), b""))
+
+
+@contextlib.contextmanager
+def serving(models, **limits):
+    """Serves in a thread of this process."""
+    served = example.http_server(example.Server(models, example.Limits(**limits)))
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=served.run, args=([listening],))
+        thread.start()
+        try:
+            while not served.started:
+                time.sleep(0.01)
+            yield Client(listening.getsockname()[1])
+        finally:
+            served.should_exit = True
+            thread.join()
+
+
+@pytest.fixture(scope="module")
+def translator(trained_run):
+    return fmt.Translator.from_run(trained_run)
+
+
+@pytest.fixture(scope="module")
+def client(trained_run):
+    with serving([example.Served(fmt.Run(trained_run))], body_bytes=10_000) as client:
+        yield client
+
+
+class Recorded:
+    """A translator in capital letters, which waits where it is told to."""
+
+    def __init__(self):
+        self.calls = []
+        self.may_continue = threading.Event()
+        self.may_continue.set()
+
+    def translate_n_best(self, lines, count, scores):
+        self.calls.append(list(lines))
+        assert self.may_continue.wait(60)
+        if "bad" in lines:
+            raise UserError("bad cannot be translated")
+        if "worse" in lines:
+            raise RuntimeError("worse")
+        return [[fmt.decoding.translator.Hypothesis(line.upper())] * count for line in lines]
+
+
+@pytest.fixture
+def recorded(trained_run):
+    """A model that is not searched, to see which requests are translated together."""
+    model = example.Served(fmt.Run(trained_run))
+    model.translator, model.translator.decode = Recorded(), model.translator.decode
+    return model
+
+
+def test_it_answers_as_libretranslate_does(client, translator):
+    one, two = "seven kilometers", "two birds"
+    expected = dict(zip([one, two], translator.translate([one, two]), strict=True))
+    assert client.post("/translate", {"q": one, **PAIR}) == (200, {"translatedText": expected[one]})
+    listed = {"q": [two, "", f"{one}\r\n\n{two}"], "source": "auto", "target": "de"}
+    status, answer = client.post("/translate", listed)
+    lines = f"{expected[one]}\n\n{expected[two]}"
+    assert (status, answer) == (200, {"translatedText": [expected[two], "", lines]})
+    form = "q=seven+kilometers&source=en&target=de&alternatives=2&format=text"
+    status, answer = client.post("/translate", form, kind=f"{FORM}; charset=utf-8")
+    best, *others = [each.text for each in translator.translate_n_best(one, 4)][:3]
+    assert (status, answer) == (200, {"translatedText": best, "alternatives": others})
+    assert len(others) == 2
+    english = {"code": "en", "name": "en", "targets": ["de"]}
+    german = {"code": "de", "name": "de", "targets": []}
+    assert client.get("/languages") == (200, [english, german])
+    assert client.get("/health") == (200, {"status": "ok"})
+
+
+def test_it_answers_as_openai_does(client, translator, trained_run):
+    name, text = trained_run.name, "seven kilometers"
+    status, models = client.get("/v1/models")
+    assert (status, [each["id"] for each in models["data"]]) == (200, [name])
+    assert client.get(f"/v1/models/{name}") == (200, models["data"][0])
+
+    messages = [
+        {"role": "system", "content": "You translate."},
+        {"role": "user", "content": [{"type": "text", "text": text}]},
+    ]
+    asked = {"model": name, "messages": messages, "temperature": 0.2, "stream": False}
+    status, answer = client.post("/v1/chat/completions", asked)
+    (choice,) = answer["choices"]
+    (hypothesis,) = translator.translate_n_best(text, 1)
+    message = {"role": "assistant", "content": hypothesis.text}
+    assert (status, answer["object"], answer["model"]) == (200, "chat.completion", name)
+    assert choice == {"index": 0, "message": message, "finish_reason": "stop"}
+    (source,) = translator.tokenizers.source.encode([text])
+    assert answer["usage"] == {
+        "prompt_tokens": len(source),
+        "completion_tokens": len(hypothesis.tokens),
+        "total_tokens": len(source) + len(hypothesis.tokens),
+    }
+
+    status, answer = client.post(
+        "/v1/completions", {"model": name, "prompt": [text, "two birds"], "n": 2}
+    )
+    lists = translator.translate_n_best([text, "two birds"], 2)
+    expected = [each.text for n_best in lists for each in n_best]
+    assert (status, answer["object"]) == (200, "text_completion")
+    assert [(each["index"], each["text"]) for each in answer["choices"]] == [*enumerate(expected)]
+
+
+def requests_of_the_page():
+    for block in pages.blocks(pages.ROOT / "docs/serving.md"):
+        for command in block.commands():
+            if command.text.startswith("curl "):
+                yield command
+
+
+@pytest.mark.parametrize(
+    "command", [*requests_of_the_page()], ids=lambda command: command.text[:60]
+)
+def test_the_requests_of_the_page(client, trained_run, command):
+    """They are answered in the form that the page shows, by another model."""
+    text = command.text.replace('"multi30k"', f'"{trained_run.name}"')
+    _, address, *options = shlex.split(text)
+    _, kind, _, body = options or [None] * 4
+    assert kind in (None, "Content-Type: application/json")
+    path = address.removeprefix("http://127.0.0.1:5000")
+    status, answer, _ = client.send("GET" if body is None else "POST", path, body and body.encode())
+    (shown,) = command.output
+    assert status == 200
+    assert forms(answer) == forms(json.loads(shown))
+
+
+def forms(value):
+    """The keys of JSON, and the types of its values."""
+    if isinstance(value, dict):
+        return {key: forms(item) for key, item in value.items()}
+    return [forms(item) for item in value] if isinstance(value, list) else type(value)
+
+
+REFUSED = {
+    "no JSON": (400, "/translate", b'{"q": ', "the body is not valid JSON: "),
+    "an empty body": (400, "/translate", b"", "the body is not valid JSON: "),
+    "no UTF-8": (400, "/translate", b'{"q": "\xff"}', "the body is not valid JSON: 'utf-8'"),
+    "deep JSON": (400, "/translate", b"[" * 9999, "the body is not valid JSON: "),
+    "a long number": (400, "/translate", b'{"q": ' + b"1" * 9000, "the body is not valid JSON: "),
+    "a list": (400, "/translate", b"[]", "must be a JSON object, not a list"),
+    "null": (400, "/translate", b"null", "must be a JSON object, not null"),
+    "no text": (400, "/translate", PAIR, "q must be a string or a list of strings"),
+    "no texts": (400, "/translate", {**PAIR, "q": []}, "q must be a string or a list of strings"),
+    "numbers": (400, "/translate", {**PAIR, "q": ["a", 1]}, "q must be a string or a list of"),
+    "a surrogate": (400, "/translate", {**PAIR, "q": "\ud800"}, "not valid Unicode"),
+    "no target": (400, "/translate", {"q": "a", "source": "en"}, "target must be a string, and is"),
+    "a number": (400, "/translate", {**PAIR, "q": "a", "source": 1}, "must be a string, not a num"),
+    "languages": (
+        400,
+        "/translate",
+        {"q": "a", "source": "de", "target": "en"},
+        "de to en is not supported; there is en to de",
+    ),
+    "HTML": (400, "/translate", {**PAIR, "q": "a", "format": "html"}, 'only "text" is supported'),
+    "alternatives": (
+        400,
+        "/translate",
+        {**PAIR, "q": "a", "alternatives": 10**9},
+        "alternatives must be from 0 to 3",
+    ),
+    "a boolean": (
+        400,
+        "/translate",
+        {**PAIR, "q": "a", "alternatives": True},
+        "alternatives must be an integer, not a boolean",
+    ),
+    "a large body": (413, "/translate", b" " * 10_001, "more than 10,000 bytes (--max-body)"),
+    "a long text": (413, "/translate", {**PAIR, "q": "a" * 5001}, "may have 5,000 (--max-char"),
+    "many texts": (413, "/v1/completions", {"model": "trained_run", "prompt": [""] * 1999 * 2}, ""),
+    "no route": (404, "/translation", {**PAIR, "q": "a"}, "POST /translation: Not Found"),
+    "no model": (404, "/v1/completions", {"model": "gpt", "prompt": "a"}, "no model 'gpt'; there"),
+    "a stream": (400, "/v1/completions", {"prompt": "a", "stream": True}, "stream: only false"),
+    "no messages": (400, "/v1/chat/completions", {"model": "trained_run"}, "a list of objects"),
+    "no user": (400, "/v1/chat/completions", {"messages": [{"role": "system"}]}, 'role "user"'),
+    "an image": (
+        400,
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "content must be a string or a list of parts with a text",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_it_says_why_it_refuses(client, name):
+    status, path, body, message = REFUSED[name]
+    found, answer = client.post(path, body)
+    text = answer["error"]
+    if path.startswith("/v1"):
+        assert text.pop("type") == "invalid_request_error"
+        text = text["message"]
+    assert message in text
+    assert found == status
+
+
+def test_it_refuses_methods_and_types(client):
+    status, answer, headers = client.send("GET", "/translate")
+    assert (status, headers["Allow"]) == (405, "POST")
+    assert answer == {"error": "GET /translate: Method Not Allowed"}
+    body = {"q": "a", **PAIR}
+    assert client.post("/translate", body, kind="text/plain")[0] == 415
+    assert client.post("/v1/completions", b"prompt=a", kind=FORM)[0] == 415
+    assert client.post("/translate", body, headers={"Content-Encoding": "gzip"})[0] == 415
+    assert client.post("/translate", b"q=%ff&source=en&target=de", kind=FORM)[0] == 400
+
+
+def test_it_survives_what_is_no_request(client):
+    assert client.raw(b"\x16\x03\x01\x02\x00\n\n").startswith(b"HTTP/1.1 400 ")
+    assert client.raw(b"GET / HTTP/1.1\r\nX: " + b"a" * 100_000).startswith(b"HTTP/1.1 400 ")
+    head = b"POST /translate HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    client.raw(head + b"Content-Length: 100\r\n\r\n{")  # And the connection is closed.
+    chunked = client.raw(head + b"Transfer-Encoding: chunked\r\n\r\nffffffff\r\n")
+    assert b"200 OK" not in chunked
+    assert client.get("/health") == (200, {"status": "ok"})
+
+
+def test_a_body_has_to_arrive(recorded):
+    head = b"POST /translate HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n"
+    with (
+        serving([recorded], read_seconds=0.2) as client,
+        socket.create_connection(("127.0.0.1", client.port), timeout=60) as connection,
+    ):
+        connection.sendall(head)
+        assert connection.recv(4096).startswith(b"HTTP/1.1 408 ")
+
+
+def in_threads(client, texts):
+    """Starts a request for each text, and returns the future answers."""
+    pool = concurrent.futures.ThreadPoolExecutor(len(texts))
+    answers = [pool.submit(client.post, "/translate", {"q": text, **PAIR}) for text in texts]
+    pool.shutdown(wait=False)
+    return answers
+
+
+def until(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def busy(recorded, client):
+    """Lets the translator work on a request while others arrive."""
+    recorded.translator.may_continue.clear()
+    first = in_threads(client, ["first"])
+    until(lambda: recorded.translator.calls)
+    yield
+    recorded.translator.may_continue.set()
+    assert first[0].result() == (200, {"translatedText": "FIRST"})
+
+
+def test_requests_that_wait_are_translated_together(recorded):
+    texts = ["a", "b\nc", "d", ""]
+    with serving([recorded]) as client:
+        with busy(recorded, client):
+            answers = in_threads(client, texts)
+            until(lambda: recorded.queue.qsize() == len(texts))
+        found = [answer.result()[1]["translatedText"] for answer in answers]
+    assert found == ["A", "B\nC", "D", ""]
+    first, second = recorded.translator.calls
+    assert (first, sorted(second)) == (["first"], ["", "a", "b", "c", "d"])
+
+
+def test_a_batch_is_limited(recorded, monkeypatch):
+    monkeypatch.setattr(example, "BATCH_CHARACTERS", 10)
+    with serving([recorded]) as client:
+        with busy(recorded, client):
+            answers = in_threads(client, ["a" * 6] * 5)
+            until(lambda: recorded.queue.qsize() == 5)
+        assert {answer.result()[0] for answer in answers} == {200}
+    assert [len(call) for call in recorded.translator.calls] == [1, 2, 2, 1]
+
+
+def test_others_of_a_batch_are_answered_when_one_fails(recorded, capsys):
+    with serving([recorded]) as client:
+        with busy(recorded, client):
+            answers = in_threads(client, ["a", "bad", "worse"])
+            until(lambda: recorded.queue.qsize() == 3)
+        good, bad, worse = [answer.result() for answer in answers]
+        assert good == (200, {"translatedText": "A"})
+        assert bad == (400, {"error": "bad cannot be translated"})
+        assert worse == (500, {"error": "the server failed; its log has the reason"})
+        assert client.post("/translate", {"q": "b", **PAIR}) == (200, {"translatedText": "B"})
+    assert "RuntimeError: worse" in capsys.readouterr().err
+
+
+def test_too_many_requests_are_refused(recorded):
+    with serving([recorded], requests=3, body_bytes=1000) as client:
+        with busy(recorded, client):
+            answers = in_threads(client, ["a", "b"])
+            until(lambda: recorded.queue.qsize() == 2)
+            status, answer, headers = client.send("POST", "/translate", {"q": "c", **PAIR})
+            assert (status, headers["Retry-After"]) == (503, "1")
+            assert answer["error"].startswith("3 requests are in work already (--max-requests)")
+            assert client.get("/health")[0] == 200
+        assert {answer.result()[0] for answer in answers} == {200}
+        assert client.post("/translate", {"q": "c", **PAIR})[0] == 200
+
+
+def test_pairs_of_languages_choose_the_model(recorded, trained_run, monkeypatch, tmp_path):
+    (tmp_path / "other").symlink_to(trained_run)
+    other = example.Served(fmt.Run(tmp_path / "other"), "fr-en")
+    other.name, other.translator = "other", recorded.translator
+    with serving([recorded, other]) as client:
+        english = {"code": "en", "name": "en", "targets": ["de"]}
+        assert english in client.get("/languages")[1]
+        into_english = {"q": "a", "source": "auto", "target": "en"}
+        assert client.post("/translate", into_english) == (200, {"translatedText": "A"})
+    with pytest.raises(UserError, match="--run: the folders of two runs have the same name"):
+        example.Server([recorded, recorded], example.Limits())
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (["--run", "runs/none"], 1, "server.py: error: there is no run folder"),
+        (["--run", "{run}", "--languages", "ende"], 1, "write source and target, such as en-de"),
+        (["--run", "{run}", "--max-requests", "0"], 2, "limits must be above 0"),
+        (["--run", "{run}", "--languages", "en-de", "--languages", "en-fr"], 2, "once for each"),
+        (["--run", "{run}", "--port", "{port}"], 1, "Address already in use"),
+    ],
+)
+def test_it_starts_or_says_why_not(trained_run, monkeypatch, capsys, options, code, message):
+    monkeypatch.setattr("flaxformer_mt.runtime.configure", lambda: None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        names = {"run": trained_run, "port": taken.getsockname()[1]}
+        given = [option.format(**names) for option in options]
+        monkeypatch.setattr(sys, "argv", ["server.py", *given])
+        with pytest.raises(SystemExit) as exit_info:
+            example.main()
+    assert exit_info.value.code == code
+    assert message in capsys.readouterr().err
+
+
+ROOT = Path(__file__).parent.parent
+REQUESTS, CLIENTS, MALFORMED_EVERY = 1000, 16, 20
+
+
+@contextlib.contextmanager
+def program(run, *options):
+    """Starts the program; yields it and a client."""
+    command = [sys.executable, ROOT / "examples/server.py", "--run", run, "--port", "0", *options]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            line = process.stdout.readline()
+            address = re.fullmatch(r"translating at http://127\.0\.0\.1:(\d+); Ctrl-C ends\n", line)
+            yield process, Client(int(address[1]))
+        finally:
+            process.kill()
+
+
+def peak_memory(process):
+    """Returns the most memory that a process has had, in bytes."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", status)[1])
+
+
+MALFORMED = [REFUSED[name] for name in ("no JSON", "numbers", "a list", "deep JSON", "no UTF-8")]
+MALFORMED += [REFUSED[name] for name in ("a long text", "no route", "no model", "a surrogate")]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+def test_it_stands_a_load_of_good_and_malformed_requests(trained_run, tmp_path):
+    phrases = load_corpus(DataConfig(corpus="phrases", generated_pairs=400), "train").sources
+    texts = [*phrases[:300], "", f"{phrases[0]}\n\n{phrases[1]}", " ".join(phrases[:20])]
+    lines = [line for text in texts for line in text.split("\n")]
+    (tmp_path / "in").write_text("".join(f"{line}\n" for line in lines))
+    paths = ["--input", str(tmp_path / "in"), "--output", str(tmp_path / "out")]
+    assert main(["translate", "--run", str(trained_run), *paths]) == 0
+    translated = iter((tmp_path / "out").read_text().split("\n"))
+    expected = {
+        text: "\n".join(itertools.islice(translated, text.count("\n") + 1)) for text in texts
+    }
+
+    def ask(number):
+        """Returns the kind of a request, what it should be answered, what it is, and its time."""
+        started = time.monotonic()
+        text = texts[number % len(texts)]
+        if number == 500:
+            kind, wanted = "50 MB", (413, None)
+            status, answer = client.post("/translate", b" " * 50_000_000)
+            found = status, None
+        elif number % MALFORMED_EVERY == 0:
+            status, path, body, _ = MALFORMED[number // MALFORMED_EVERY % len(MALFORMED)]
+            kind, wanted = "malformed", (status, None)
+            found = client.post(path, body)[0], None
+        elif number % 2:
+            kind, wanted = "/translate", (200, expected[text])
+            status, answer = client.post("/translate", {"q": text, **PAIR})
+            found = status, answer.get("translatedText")
+        else:
+            kind, wanted = "/v1", (200, expected[text])
+            messages = [{"role": "user", "content": text}]
+            asked = {"model": trained_run.name, "messages": messages}
+            status, answer = client.post("/v1/chat/completions", asked)
+            found = status, answer["choices"][0]["message"]["content"]
+        return kind, wanted, found, time.monotonic() - started
+
+    with program(trained_run) as (process, client):
+        client.post("/translate", {"q": "a", **PAIR})
+        before = peak_memory(process)
+        assert client.post("/translate", b" " * 50_000_000)[0] == 413
+        assert peak_memory(process) - before < 20_000_000
+        started = time.monotonic()
+        with concurrent.futures.ThreadPoolExecutor(CLIENTS) as pool:
+            answers = list(pool.map(ask, range(REQUESTS)))
+        seconds = time.monotonic() - started
+        assert process.poll() is None
+        assert client.get("/health") == (200, {"status": "ok"})
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+    assert [each for each in answers if each[1] != each[2]] == []
+    kinds = collections.Counter(kind for kind, *_ in answers)
+    assert kinds["malformed"] + kinds["50 MB"] == REQUESTS // MALFORMED_EVERY
+    assert kinds["50 MB"] == 1
+    times = sorted(taken for *_, taken in answers)
+    shares = {percent: round(times[percent * REQUESTS // 100], 2) for percent in (50, 95, 99)}
+    print(f"{REQUESTS / seconds:.1f} requests per second; percentiles in seconds: {shares}")
