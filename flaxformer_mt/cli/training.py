@@ -33,6 +33,9 @@ class Flags(ExperimentConfig):
     dry_run: bool = False
     """Check everything and print what would be trained, with shapes, parameters, memory and
     compilations, without training and without writing anything."""
+    find_learning_rate: bool = False
+    """Try growing learning rates in at most 200 steps from the start, without a run: plot the loss
+    over them beside the run folder, as WORKDIR-learning-rate.png, and suggest a rate."""
     coordinator: str = ""
     """HOST:PORT of the first of several processes that train together; see docs/scaling.md."""
     num_processes: int = 0
@@ -105,5 +108,23 @@ def train(flags: Flags, interruption: Interruption | None = None) -> None:
         interruption.install_handlers()  # JAX has replaced that of SIGTERM.
     if flags.dry_run:
         experiment.dry_run(flags.experiment(), flags.workdir)
+    elif flags.find_learning_rate:
+        _find_learning_rate(flags.experiment(), flags.workdir)
     else:
         experiment.train(flags.experiment(), flags.workdir, interruption=interruption)
+
+
+def _find_learning_rate(config: ExperimentConfig, workdir: Path) -> None:
+    from flaxformer_mt import experiment
+    from flaxformer_mt.plotting import drawing
+    from flaxformer_mt.plotting.rate_range import save_rate_range
+
+    picture = workdir.with_name(f"{workdir.name}-learning-rate.png")
+    drawing.new_figure(1, 1)  # Raises now what saving would raise.
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    found = experiment.find_learning_rate(config, workdir)
+    save_rate_range(picture, found.rates, found.losses, found.smoothed, found.peak)
+    print(
+        f"the loss was lowest with a rate of {10 * found.peak:.1e} ({picture}); try a tenth of it: "
+        f"--optimizer.learning-rate={found.learning_rate:.2g}"
+    )
