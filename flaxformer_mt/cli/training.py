@@ -41,6 +41,9 @@ class Flags(ExperimentConfig):
     accept_changes: bool = False
     """Continue a run with other values of options, or other text, after its newest checkpoint; see
     docs/training.md. Without it, such a change is refused."""
+    find_learning_rate: bool = False
+    """Try growing learning rates in at most 200 steps from the start, without a run: plot the loss
+    over them beside the run folder, as WORKDIR-learning-rate.png, and suggest a rate."""
     coordinator: str = ""
     """HOST:PORT of the first of several processes that train together; see docs/scaling.md."""
     num_processes: int = 0
@@ -143,6 +146,8 @@ def train(flags: Flags, interruption: Interruption | None = None) -> None:
         interruption.install_handlers()  # JAX has replaced that of SIGTERM.
     if flags.dry_run:
         experiment.dry_run(flags.experiment(), flags.workdir, accept_changes=flags.accept_changes)
+    elif flags.find_learning_rate:
+        _find_learning_rate(flags.experiment(), flags.workdir)
     else:
         experiment.train(
             flags.experiment(),
@@ -150,3 +155,20 @@ def train(flags: Flags, interruption: Interruption | None = None) -> None:
             interruption=interruption,
             accept_changes=flags.accept_changes,
         )
+
+
+def _find_learning_rate(config: ExperimentConfig, workdir: Path) -> None:
+    from flaxformer_mt import experiment
+    from flaxformer_mt.plotting import drawing
+    from flaxformer_mt.plotting.rate_range import save_rate_range
+    from flaxformer_mt.runs import atomic
+
+    picture = workdir.with_name(f"{workdir.name}-learning-rate.png")
+    drawing.new_figure(1, 1)  # Raises now what saving would raise.
+    atomic.make_folder(picture.parent)
+    found = experiment.find_learning_rate(config, workdir)
+    save_rate_range(picture, found.rates, found.losses, found.smoothed, found.peak)
+    print(
+        f"the loss was lowest with a rate of {10 * found.peak:.1e} ({picture}); try a tenth of it: "
+        f"--optimizer.learning-rate={found.learning_rate:.2g}"
+    )

@@ -37,6 +37,7 @@ from flaxformer_mt.experiment.fitting import (
 from flaxformer_mt.experiment.folder import open_folder
 from flaxformer_mt.experiment.parts import Experiment
 from flaxformer_mt.experiment.preparation import prepare
+from flaxformer_mt.experiment.rate_range import find_learning_rate
 from flaxformer_mt.interruption import Interruption, handle_signals
 from flaxformer_mt.run_reader import Run
 from flaxformer_mt.runs import atomic
@@ -53,6 +54,7 @@ __all__ = [
     "Experiment",
     "dry_run",
     "evaluate_test",
+    "find_learning_rate",
     "fit",
     "open_folder",
     "prepare",

@@ -39,7 +39,8 @@ class Experiment:
     """The parts of an experiment: model, objective, optimizer, devices, steps and data.
 
     `config` is the resolved configuration, from `open_dataset`. `objective`, if given, is
-    minimized instead of that of the configuration, and `frozen` is its last argument.
+    minimized instead of that of the configuration, and `frozen` is its last argument; `schedule`
+    takes the place of the configured learning rates.
     """
 
     def __init__(
@@ -48,12 +49,13 @@ class Experiment:
         dataset: Dataset,
         objective: UserObjective | None = None,
         frozen: Any = None,
+        schedule: optax.Schedule | None = None,
     ) -> None:
         self.config = config
         self.dataset = dataset
         self.devices = make_devices(config)
         self.model = Transformer(config.model)
-        self.schedule = make_schedule(
+        self.schedule = schedule or make_schedule(
             config.optimizer, config.model.d_model, config.train.num_steps
         )
         self.optimizer = make_optimizer(config.optimizer, self.schedule)
