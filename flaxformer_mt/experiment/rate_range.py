@@ -125,6 +125,7 @@ def _smoothed(losses: Sequence[float]) -> np.ndarray:
 def _highest_rate(config: ExperimentConfig) -> float:
     """Returns the peak of the schedule with a learning rate of 1; all are proportional to it."""
     optimizer = dataclasses.replace(config.optimizer, learning_rate=1.0)
-    counts = jnp.arange(max(config.train.num_steps, optimizer.warmup_steps + 1))
-    schedule = make_schedule(optimizer, config.model.d_model, config.train.num_steps)
+    num_steps = config.train.num_steps
+    counts = jnp.arange(max(num_steps, optimizer.warmup_length(num_steps) + 1))
+    schedule = make_schedule(optimizer, config.model.d_model, num_steps)
     return float(np.max(jax.vmap(schedule)(counts)))
