@@ -185,8 +185,8 @@ LITERAL_CASES = {
         NATIVE, "Wemb", "native/model.npz", not_a_number("Wemb")
     ),
     "a pipe as vocabulary": Literal(NATIVE, "named pipe", "native/vocab.spm", pipe),
-    "a negative length penalty": Literal(
-        NATIVE, "model.npz", "native/config.yml", edited("normalize: 1.0", "normalize: -1")
+    "a length penalty that is out of bounds": Literal(
+        NATIVE, "model.npz", "native/config.yml", edited("normalize: 1.0", "normalize: -101")
     ),
     "an end token that is not in the vocabulary": Literal(
         MARIAN, "eos", "marian/config.json", setting("eos_token_id", 2**31)
