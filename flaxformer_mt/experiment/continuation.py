@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from flaxformer_mt.config.experiment import groups
-from flaxformer_mt.config.fields import FieldRole, names_with
+from flaxformer_mt.config import ExperimentConfig
+from flaxformer_mt.config.experiment import values_with
+from flaxformer_mt.config.fields import FieldRole
 from flaxformer_mt.data.stream.batches import DataPosition
 from flaxformer_mt.runs import changes
 from flaxformer_mt.runs.layout import METRICS
@@ -93,11 +94,7 @@ def _cast(tree: Any, like: Any) -> Any:
 
 def begins_epoch(history: Sequence[Mapping[str, Any]]) -> bool:
     """Returns whether changes are of the data, so that a new epoch begins."""
-    names = {
-        f"{group}.{name}"
-        for group, kind in groups().items()
-        for name in names_with(kind, *_DATA_ROLES)
-    }
+    names = values_with(ExperimentConfig(), *_DATA_ROLES).keys()
     return any(names & entry["options"].keys() or entry["corpora"] for entry in history)
 
 

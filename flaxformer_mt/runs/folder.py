@@ -324,10 +324,9 @@ def update_config(workdir: Path, experiment: ExperimentConfig, corpora: Corpora)
         "options": configuration.changes(stored, experiment),
         "corpora": {split: own for split, own in texts.items() if own != known.get(split, [])},
     }
-    if entry["options"] or entry["corpora"]:
-        history = [*history, entry]
-    if experiment != stored or len(history) > len(changes.read(workdir)):
-        text = configuration.to_json(experiment, history)
+    added = [entry] if entry["options"] or entry["corpora"] else []
+    if experiment != stored or added:
+        text = configuration.to_json(experiment, [*history, *added])
         atomic.write_text(workdir / layout.CONFIG, text)
 
 

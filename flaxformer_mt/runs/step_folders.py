@@ -159,7 +159,7 @@ def advice(damaged: Path) -> str:
 
 
 def verified(
-    folder: Path, names: Sequence[str] | None = None, metric: ValidationMetric | None = None
+    folder: Path, names: Sequence[str] | None = None, metric: str | None = None
 ) -> tuple[dict[int, float], dict[int, str]]:
     """Verifies all checkpoints, or only the files `names` of each.
 
@@ -179,8 +179,9 @@ def verified(
                 causes[step] = cause
             elif is_there and not cause:
                 records[step] = read_record(path)
-    if records:
-        metric = metric or records[max(records)]["best_metric"]
+    if not records:
+        return {}, causes
+    metric = metric or records[max(records)]["best_metric"]
     return {step: ranking_score(metric, own["figures"]) for step, own in records.items()}, causes
 
 
@@ -226,12 +227,12 @@ def read_record(path: Path) -> dict[str, Any]:
     return json.loads((path / layout.PROGRESS).read_bytes())
 
 
-def ranking_score(metric: ValidationMetric | None, metrics: Mapping[str, Any]) -> float:
+def ranking_score(metric: str, metrics: Mapping[str, Any]) -> float:
     """Returns the score of a validation by one of its metrics; higher is better.
 
     It is the metric, negated if lower is better; -inf if it is missing or not finite.
     """
-    value = metrics.get(metric or "", math.nan)
+    value = metrics.get(metric, math.nan)
     if not math.isfinite(value):
         return -math.inf
     return -value if metric in _LOWER_IS_BETTER else value
