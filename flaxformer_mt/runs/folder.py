@@ -198,7 +198,7 @@ def holds_run(workdir: Path, experiment: ExperimentConfig, accept_changes: bool 
     refused = [text for name, text in differences.items() if kinds[name] != "noted"]
     if never or (refused and not accept_changes):
         raise UserError(
-            f"{workdir} holds a run of another configuration ({'; '.join(never or refused)}): "
+            f"{workdir} holds a run of another configuration ({'; '.join(never if accept_changes else refused)}): "
             f"give these values, {_NEW_START.format(workdir) if never else _ACCEPT}"
         )
     return True

@@ -325,7 +325,7 @@ def test_no_input_is_longer_than_a_learned_position_table(talker):
     [
         ({"n_best": 4}, "decode.n_best=4 is more than decode.beam_size=3"),
         ({"beam_size": 0}, "decode.beam_size=0: must be at least 1"),
-        ({"length_penalty": -0.5}, "decode.length_penalty=-0.5: must be at least 0"),
+        ({"length_penalty": -100.5}, "decode.length_penalty=-100.5: must be at least -100"),
         ({"bad_words": ("house", "")}, "decode.bad_words has an empty word"),
         ({"bad_word_ids": ("\u0661\u0667",)}, "must be comma-separated token ids"),
         ({"bad_word_ids": ("7,9999",)}, "decode.bad_word_ids: 9999 is not a token"),

@@ -3,6 +3,7 @@
 import argparse
 import io
 
+import ctranslate2
 import numpy as np
 import pytest
 import sentencepiece
@@ -218,9 +219,25 @@ def test_links_of_the_last_word_train_where_no_end_token_follows(source, kept):
 
 def test_exports_that_end_sources_are_refused(tmp_path, loaded):
     made, _ = loaded
-    for family in ("ctranslate2", "jax", "marian", "marian-native", "mbart"):
+    for family in ("jax", "marian", "marian-native", "mbart"):
         with pytest.raises(UserError, match=f"cannot be converted to {family}"):
             convert("opennmt", family, made.folder, tmp_path / "out")
+
+
+def test_ctranslate2_translates_sources_without_end_token(tmp_path, loaded):
+    """Its inputs are tokens as they are, with whatever ends them."""
+    made, _ = loaded
+    convert("opennmt", "ctranslate2", made.folder, tmp_path / "out")
+    translator = ctranslate2.Translator(str(tmp_path / "out"))
+    sources = [tokens_of("sentencepiece", text) for text in TEXTS[:3]]
+    settings = {
+        "beam_size": 1,
+        "max_decoding_length": 12,
+        "suppress_sequences": [["<blank>"], ["<s>"]],
+    }
+    found = translator.translate_batch(sources, **settings)
+    texts = [text_of("sentencepiece", each.hypotheses[0]) for each in found]
+    assert texts == [made.translate(text, 12) for text in TEXTS[:3]]
 
 
 @pytest.mark.parametrize(

@@ -126,5 +126,5 @@ def test_no_run_folder(tmp_path):
 
 def test_an_output_that_cannot_be_written(run, tmp_path):
     (tmp_path / "file").write_text("no folder")
-    with pytest.raises(UserError, match=r"file/output cannot be written: Not a directory"):
+    with pytest.raises(UserError, match=r"file/output cannot be written: \S+/file is not a folder"):
         average_run(run, tmp_path / "file" / "output", 1, "last")
