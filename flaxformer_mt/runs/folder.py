@@ -197,8 +197,9 @@ def holds_run(workdir: Path, experiment: ExperimentConfig, accept_changes: bool 
     never = [text for name, text in differences.items() if kinds[name] == "never"]
     refused = [text for name, text in differences.items() if kinds[name] != "noted"]
     if never or (refused and not accept_changes):
+        named = "; ".join(never if accept_changes else refused)
         raise UserError(
-            f"{workdir} holds a run of another configuration ({'; '.join(never if accept_changes else refused)}): "
+            f"{workdir} holds a run of another configuration ({named}): "
             f"give these values, {_NEW_START.format(workdir) if never else _ACCEPT}"
         )
     return True
