@@ -29,6 +29,7 @@ ALLOWED = {
     "writing_systems": set(),
     "config": LEAVES,
     "distributed": LEAVES,
+    "cluster_checks": {"distributed"} | LEAVES,
     "interruption": LEAVES,
     "run_reader": {"config", "data", "runs", "decoding", "evaluation", "plotting"} | LEAVES,
     "loading": {

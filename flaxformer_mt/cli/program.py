@@ -16,6 +16,7 @@ from flaxformer_mt.cli import (
     configs,
     convert,
     corpora,
+    doctor,
     evaluate,
     help_text,
     parity,
@@ -37,6 +38,7 @@ COMMANDS: dict[str, dict[str, Callable[..., int | None]]] = {
         "prepare": corpora.prepare,
         "train": training.train,
         "configs": configs.configs,
+        "doctor": doctor.doctor,
     },
     "Trained models": {
         "translate": translate.translate,
@@ -91,7 +93,7 @@ def overview() -> str:
     """Returns the help of the program: its commands, one per line."""
     lines = [
         "usage: flaxformer-mt COMMAND [OPTIONS]  or  flaxformer-mt --version",
-        "Machine translation with encoder-decoder Transformers.",
+        "Machine translation with Transformers. COMMAND --help describes the options.",
     ]
     for title, commands in COMMANDS.items():
         lines += ["", f"{title}:"]
@@ -99,8 +101,7 @@ def overview() -> str:
             f"  {name:<11}{inspect.getdoc(command).splitlines()[0]}"  # type: ignore[union-attr]
             for name, command in commands.items()
         ]
-    lines += ["", "flaxformer-mt COMMAND --help describes the options of a command."]
-    lines += [f"Exit codes: {exit_codes.summary()}."]
+    lines += ["", f"Exit codes: {exit_codes.summary()}."]
     return "\n".join(lines)
 
 
