@@ -16,7 +16,7 @@ def doctor(
     cluster: Literal["none", "auto", "slurm", "ompi", "mpi4py"] = "none",
     megabytes: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
 ) -> int:
-    r"""Checks devices, network and shared folder of the processes that are to train.
+    r"""Checks whether several processes could train together.
 
     It is started like `train`, once for each process, and takes less than a minute: it compares the
     versions, devices and clocks of all processes, adds up an array over all devices, and writes,
