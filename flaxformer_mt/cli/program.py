@@ -33,27 +33,22 @@ from flaxformer_mt.errors import UserError
 from flaxformer_mt.exit_codes import ExitCode
 from flaxformer_mt.memory_limits import require_address_space
 
-COMMANDS: dict[str, dict[str, Callable[..., int | None]]] = {
-    "Training": {
-        "prepare": corpora.prepare,
-        "train": training.train,
-        "configs": configs.configs,
-        "doctor": doctor.doctor,
-    },
-    "Trained models": {
-        "translate": translate.translate,
-        "score": score.score,
-        "evaluate": evaluate.evaluate,
-        "inspect": checkpoints.inspect,
-        "plot": pictures.plot,
-        "attention": pictures.attention,
-        "average": checkpoints.average,
-        "lexicon": corpora.lexicon,
-    },
-    "Published models": {
-        "convert": convert.convert,
-        "parity": parity.parity,
-    },
+_GROUPS: dict[str, tuple[Callable[..., int | None], ...]] = {
+    "Training": (corpora.prepare, training.train, configs.configs, doctor.doctor),
+    "Trained models": (
+        translate.translate,
+        score.score,
+        evaluate.evaluate,
+        checkpoints.inspect,
+        pictures.plot,
+        pictures.attention,
+        checkpoints.average,
+        corpora.lexicon,
+    ),
+    "Published models": (convert.convert, parity.parity),
+}
+COMMANDS = {
+    title: {command.__name__: command for command in group} for title, group in _GROUPS.items()
 }
 """Groups of commands, in the order of `--help`. Expensive imports belong inside the functions.
 
