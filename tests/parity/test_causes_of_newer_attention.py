@@ -76,9 +76,9 @@ def attention(params, x):
 
 
 FAULTS = {
-    "neighbors": {"scores": None},
-    "tiled": {"scores": None, "mixed": None},
-    "scales_bias": {"scores": None},
+    "neighbors": {"scores": "rotary positions"},
+    "tiled": {"scores": "repeated heads", "mixed": "repeated heads"},
+    "scales_bias": {"scores": "place of a scale"},
     "plus_one": {"normed": "scale plus 1"},
     "gate_first": {"output": "exchanged operands"},
 }

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from flaxformer_mt.parity.any_model import numeric_causes, structural_causes
+from flaxformer_mt.parity.any_model import attention_causes, numeric_causes, structural_causes
 from flaxformer_mt.parity.any_model.program import TracedFunction
 from flaxformer_mt.parity.any_model.segment import Found, Numbers, Segment, compute
 from flaxformer_mt.parity.diagnosis.inputs import Diagnosis, Untested, most_specific, testing
@@ -20,6 +20,9 @@ CAUSES: list[Callable[[Segment], Found]] = [
     structural_causes.another_mask,
     structural_causes.another_order,
     structural_causes.exchanged,
+    attention_causes.another_rotation,
+    attention_causes.another_grouping,
+    attention_causes.another_place,
     structural_causes.other_inputs,
     structural_causes.other_parameters,
     numeric_causes.lower_precision,

@@ -1,5 +1,6 @@
 """The equations between two sites, which can be evaluated with changes."""
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -97,6 +98,15 @@ class Segment:
     def producers(self) -> dict[int, Equation]:
         """The equation of each value that the segment computes."""
         return {n: equation for equation in self.equations for n in equation.outputs}
+
+    @functools.cached_property
+    def slices(self) -> dict[int, list[int]]:
+        """The parts that are cut out of each value."""
+        parts: dict[int, list[int]] = collections.defaultdict(list)
+        for equation in self.equations:
+            if equation.name in ("slice", "split"):
+                parts[equation.inputs[0]] += equation.outputs
+        return parts
 
     @functools.cached_property
     def leaves(self) -> list[int]:

@@ -1,6 +1,5 @@
 """Causes that are steps: omitted, replaced or reordered operations, weights and inputs."""
 
-import collections
 import itertools
 import re
 from collections.abc import Iterator
@@ -201,11 +200,8 @@ def another_order(segment: Segment) -> Found:
 
 def exchanged(segment: Segment) -> Found:
     """Two values of one shape are exchanged, such as queries and keys or the halves of a gate."""
-    halves: dict[int, list[int]] = collections.defaultdict(list)
-    for equation in segment.equations:
-        if equation.name in ("slice", "split"):
-            halves[equation.inputs[0]] += equation.outputs
-    for together in ([n for n in segment.leaves if n in segment.known], *halves.values()):
+    read = [n for n in segment.leaves if n in segment.known]
+    for together in (read, *segment.slices.values()):
         for one, other in itertools.combinations(together, 2):
             x, y = segment.values[one], segment.values[other]
             if (x.shape, x.dtype) == (y.shape, y.dtype):
