@@ -44,13 +44,14 @@ class ModelBundle:
         write_model(folder, self.config, self.tokenizers, model_params(self.params), self.origin)
 
 
-def experiment(
-    model: TransformerConfig, data: DataConfig, decode: DecodeConfig
-) -> ExperimentConfig:
-    """Returns the configuration of a published model, with cautious defaults for fine-tuning."""
+def experiment(model: TransformerConfig, decode: DecodeConfig, **data: Any) -> ExperimentConfig:
+    """Returns the configuration of a published model, with cautious defaults for fine-tuning.
+
+    `data` are fields of `DataConfig`, of the published vocabulary.
+    """
     return ExperimentConfig(
         model=model,
-        data=data,
+        data=DataConfig(byte_fallback=False, target_row_length=128, **data),
         optimizer=OptimizerConfig(learning_rate=5e-5, warmup_steps=200, clip_norm=1.0),
         train=TrainConfig(num_steps=2000, eval_every=500, checkpoint_every=500, best_metric="bleu"),
         decode=decode,

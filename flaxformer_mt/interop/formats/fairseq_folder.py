@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flaxformer_mt import interop
-from flaxformer_mt.config import DataConfig, DecodeConfig
+from flaxformer_mt.config import DecodeConfig
 from flaxformer_mt.data.tokenizers import dictionary_tokenizer
 from flaxformer_mt.data.tokenizers.dictionary_tokenizer import DictionaryTokenizer
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
@@ -139,13 +139,11 @@ def bundle(
         has_codes = dictionary_tokenizer.CODES_FILE.format(side="source") in files
         what = "words as for training (such as by Moses)" if has_codes else "its tokens"
         notes = (f"{folder} has no SentencePiece model: texts must be split into {what}",)
-    data = DataConfig(
+    whole = experiment(
+        config,
+        DecodeConfig(),
         **languages,
         vocab_size=config.target_vocab_size,
         joint_vocabulary=source.fingerprint == target.fingerprint,
-        byte_fallback=False,
-        target_row_length=128,
     )
-    tokenizers = Tokenizers(source, target)
-    whole = ModelBundle(experiment(config, data, DecodeConfig()), model_params(params), tokenizers)
-    return whole, notes
+    return ModelBundle(whole, model_params(params), Tokenizers(source, target)), notes

@@ -15,7 +15,7 @@ import numpy as np
 import safetensors.numpy
 from safetensors import SafetensorError
 
-from flaxformer_mt.config import DataConfig, ExperimentConfig, TransformerConfig
+from flaxformer_mt.config import ExperimentConfig, TransformerConfig
 from flaxformer_mt.data.tokenizers.dictionary_tokenizer import DictionaryTokenizer
 from flaxformer_mt.data.tokenizers.hub_tokenizer import (
     LANGUAGE_LAST,
@@ -27,11 +27,12 @@ from flaxformer_mt.data.tokenizers.marian_tokenizer import (
     TOKENIZER_CONFIG,
     VOCABULARY_FILE,
     MarianTokenizer,
+    read_object,
 )
 from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers
 from flaxformer_mt.errors import UserError, first_line
-from flaxformer_mt.input_files import parse_json, read_bytes, read_json
+from flaxformer_mt.input_files import read_bytes, read_json
 from flaxformer_mt.interop import checkpoint_files
 from flaxformer_mt.interop.adaptation import adapt
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
@@ -130,7 +131,7 @@ def read(
         )
     carried = params.pop(CARRIED, {})
     kept[_CARRIED_FILE] = safetensors.numpy.save(carried, {"dtype": dtype})
-    config = experiment(model, _data(names, tokenizers), decode)
+    config = experiment(model, decode, **_data(names, tokenizers))
     notes += _allowed_padding(search, config, tokenizers)
     return ModelBundle(config, params, tokenizers, kept), tuple(notes)
 
@@ -159,7 +160,7 @@ def write(
     carried, dtype = _carried(kept, model, hub)
     tensors = checkpoints.to_state_dict(hub.family, model, params | {CARRIED: carried})
     tokenizer = _tokenizer_files(bundle, family)
-    stored, old = (_parse(kept, name) for name in (CONFIG, GENERATION))
+    stored, old = (read_object(kept, name, ORIGIN) for name in (CONFIG, GENERATION))
     if not old:  # Older versions store the settings of `generate` in config.json.
         old = {name: stored[name] for name in stored.keys() & generation_config.FIELDS}
     search, losses = generation_config.from_decode(
@@ -301,7 +302,7 @@ def _check_tokenizers(model: TransformerConfig, tokenizers: Tokenizers) -> None:
                 )
 
 
-def _data(names: Mapping[str, Any], tokenizers: Tokenizers) -> DataConfig:
+def _data(names: Mapping[str, Any], tokenizers: Tokenizers) -> dict[str, Any]:
     keys = {"source": ("source_lang", "src_lang"), "target": ("target_lang", "tgt_lang")}
     languages = {
         f"{side}_language": names[key]
@@ -309,23 +310,13 @@ def _data(names: Mapping[str, Any], tokenizers: Tokenizers) -> DataConfig:
         for key in named
         if isinstance(names.get(key), str)
     }
-    return DataConfig(
-        **languages,
-        vocab_size=max(tokenizers.source.vocab_size, tokenizers.target.vocab_size),
-        joint_vocabulary=not names.get("separate_vocabs", False),
-        byte_fallback=False,
-        target_row_length=128,
-    )
+    return languages | {
+        "vocab_size": max(tokenizers.source.vocab_size, tokenizers.target.vocab_size),
+        "joint_vocabulary": not names.get("separate_vocabs", False),
+    }
 
 
 # Writing.
-
-
-def _parse(kept: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    values = parse_json(kept.get(name, b"{}"), f"{ORIGIN}/{name}")
-    if not isinstance(values, dict):
-        raise UserError(f"{ORIGIN}/{name} is damaged: not a JSON object")
-    return values
 
 
 def _carried(
@@ -444,5 +435,5 @@ def _to_json(values: Mapping[str, Any]) -> bytes:
 def _write_json(path: Path, values: Mapping[str, Any], kept: Mapping[str, bytes]) -> None:
     """Writes a JSON file, with the bytes of the published one if it has the same content."""
     name = path.name
-    same = name in kept and _parse(kept, name) == values
+    same = name in kept and read_object(kept, name, ORIGIN) == values
     path.write_bytes(kept[name] if same else _to_json(values))

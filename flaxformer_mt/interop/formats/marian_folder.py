@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from flaxformer_mt.config import DataConfig, DecodeConfig, TransformerConfig
+from flaxformer_mt.config import DecodeConfig, TransformerConfig
 from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers
 from flaxformer_mt.errors import UserError, prefixed
@@ -60,15 +60,10 @@ def read(
     if files.source != files.target:
         target = _read_vocabulary(files.target, config.target_vocab_size)
     tokenizers = Tokenizers(source, target)
-    data = DataConfig(
-        vocab_size=config.target_vocab_size,
-        joint_vocabulary=tokenizers.joint,
-        byte_fallback=False,
-        target_row_length=128,
-    )
+    data = {"vocab_size": config.target_vocab_size, "joint_vocabulary": tokenizers.joint}
     with prefixed(f"the decoder's options beside {files.model}: "):
         decode, notes = to_decode(files.options, tokenizers.target)
-    return ModelBundle(experiment(config, data, decode), params, tokenizers), notes
+    return ModelBundle(experiment(config, decode, **data), params, tokenizers), notes
 
 
 def write(bundle: ModelBundle, folder: Path, accepted: Collection[str] = ()) -> tuple[str, ...]:
