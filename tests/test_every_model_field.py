@@ -19,7 +19,7 @@ import pytest
 from toy_references import others_are_slow
 
 from flaxformer_mt import interop
-from flaxformer_mt.config import DataConfig, DecodeConfig, TransformerConfig
+from flaxformer_mt.config import DecodeConfig, TransformerConfig
 from flaxformer_mt.config.fields import choices_of, type_hints
 from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
@@ -340,7 +340,7 @@ def tokenizers_of(config):
 
 
 def bundle_of(config, tokenizers):
-    model = experiment(config, DataConfig(), DecodeConfig())
+    model = experiment(config, DecodeConfig())
     return ModelBundle(model, random_params(config), tokenizers)
 
 

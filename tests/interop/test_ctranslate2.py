@@ -262,7 +262,8 @@ def random_bundle(model, tokenizers=None, seed=0):
         return draw.normal(mean, deviation, leaf.shape).astype(np.float32)
 
     params = jax.tree_util.tree_map_with_path(value, shapes)
-    return ModelBundle(experiment(model, talker.DATA, SAME_SEARCH), params, tokenizers)
+    config = dataclasses.replace(experiment(model, SAME_SEARCH), data=talker.DATA)
+    return ModelBundle(config, params, tokenizers)
 
 
 @functools.partial(jax.jit, static_argnames="model")

@@ -81,19 +81,6 @@ class MultiHeadedAttention(nn.Module):
         return self.linears[-1](context), weights
 
 
-class PositionwiseFeedForward(nn.Module):
-    """W2 dropout(relu(W1 x))."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-        self.w_1 = nn.Linear(config.d_model, config.d_ff)
-        self.w_2 = nn.Linear(config.d_ff, config.d_model)
-        self.dropout = nn.Dropout(config.dropout_rate)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.w_2(self.dropout(self.w_1(x).relu()))
-
-
 class Layer(nn.Module):
     """Self-attention, in the decoder cross-attention, and feed-forward."""
 
@@ -103,7 +90,7 @@ class Layer(nn.Module):
             self.add_module(name, MultiHeadedAttention(config))
         # Without `src_attn`, self-attention's weights attend to the encoder, too.
         self.attentions = attentions
-        self.feed_forward = PositionwiseFeedForward(config)
+        self.feed_forward = common.feed_forward(config, "w_1", "w_2")
         self.sublayer = nn.ModuleList(
             SublayerConnection(config) for _ in (*attentions, self.feed_forward)
         )
@@ -144,32 +131,6 @@ class Embeddings(nn.Module):
         return self.lut(x) * math.sqrt(self.d_model)
 
 
-class PositionalEncoding(nn.Module):
-    """Interleaved sinusoids, for an even D."""
-
-    pe: Tensor
-
-    def __init__(self, config: TransformerConfig, max_len: int = 5000) -> None:
-        super().__init__()
-        self.dropout = nn.Dropout(config.dropout_rate)
-        table = common.interleaved_sinusoids(max_len, config.d_model, config.position_base)
-        self.register_buffer("pe", table.unsqueeze(0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(x + self.pe[:, : x.size(1)])
-
-
-class Generator(nn.Module):
-    """The projection to the logits; the published module also computes their log-softmax."""
-
-    def __init__(self, d_model: int, vocab: int) -> None:
-        super().__init__()
-        self.proj = nn.Linear(d_model, vocab)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.proj(x)
-
-
 class Transformer(common.EncoderDecoder):
     """The published `EncoderDecoder`: embeddings, stacks and generator."""
 
@@ -180,11 +141,14 @@ class Transformer(common.EncoderDecoder):
         self.decoder = Stack(config, config.num_decoder_layers, attentions)
 
         def embed(vocab: int) -> nn.Sequential:
-            return nn.Sequential(Embeddings(config.d_model, vocab), PositionalEncoding(config))
+            positions = common.InterleavedPositions(config, "pe", axis=1)
+            return nn.Sequential(Embeddings(config.d_model, vocab), positions)
 
         self.src_embed: Any = embed(config.source_vocab_size)
         self.tgt_embed: Any = embed(config.target_vocab_size)
-        self.generator = Generator(config.d_model, config.target_vocab_size)
+        # The published module also computes the log-softmax of the logits.
+        self.generator: Any = nn.Sequential()
+        self.generator.add_module("proj", nn.Linear(config.d_model, config.target_vocab_size))
         common.xavier_uniform(self)
         common.tie(config, self.src_embed[0].lut, self.tgt_embed[0].lut, self.generator.proj)
 

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -108,6 +108,33 @@ def concatenated_sinusoids(rows: int, d_model: int) -> Tensor:
     frequencies = torch.exp(steps * -(math.log(10000) / max(half - 1, 1)))
     angles = torch.arange(rows)[:, None] * frequencies
     return F.pad(torch.cat([angles.sin(), angles.cos()], dim=1), (0, d_model % 2))
+
+
+class InterleavedPositions(nn.Module):
+    """dropout(x + sinusoids), for an even D; `name` is the buffer with 5000 rows along `axis`."""
+
+    def __init__(self, config: TransformerConfig, name: str, axis: Literal[0, 1]) -> None:
+        super().__init__()
+        self.name, self.axis = name, axis
+        self.dropout = nn.Dropout(config.dropout_rate)
+        table = interleaved_sinusoids(5000, config.d_model, config.position_base)
+        self.register_buffer(name, table.unsqueeze(1 - axis))
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = self.get_buffer(self.name)
+        return self.dropout(x + table.narrow(self.axis, 0, x.size(self.axis)))
+
+
+def feed_forward(
+    config: TransformerConfig, first: str, second: str, linear: Callable[..., nn.Module] = nn.Linear
+) -> nn.Sequential:
+    """W2 dropout(relu(W1 x)), whose linear maps have these names."""
+    network = nn.Sequential()
+    network.add_module(first, linear(config.d_model, config.d_ff))
+    network.add_module("relu", nn.ReLU())
+    network.add_module("dropout", nn.Dropout(config.dropout_rate))
+    network.add_module(second, linear(config.d_ff, config.d_model))
+    return network
 
 
 def xavier_uniform(module: nn.Module) -> None:
@@ -218,18 +245,20 @@ def heads_joined(value: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def fairseq_taps(
-    config: TransformerConfig, prefix: str, embeddings: Callable[[str], tuple[Tap, Tap]]
+    config: TransformerConfig, prefix: str, embedding: Tap, embedded: Tap
 ) -> dict[str, Tap]:
     """Returns the taps of a model of fairseq's kind, whose names begin with `prefix`.
 
-    `embeddings` returns those of a stack's embeddings, and of their sum with positions.
+    `embedding` is that of the embeddings, `embedded` that of their sum with positions, with names
+    in a stack.
     """
 
     def in_stack(side, stack, sublayers, found):
         module = f"{prefix}{stack}"
-        found[f"{side}/embedding"], embedded = embeddings(module)
+        names = [f"{module}.{tap.module}".removesuffix(".") for tap in (embedding, embedded)]
+        found[f"{side}/embedding"] = embedding._replace(module=names[0])
         if config.position_kind != "none":
-            found[f"{side}/embedded"] = embedded
+            found[f"{side}/embedded"] = embedded._replace(module=names[1])
         if config.embedding_norm:
             found[f"{stack}/embedding_norm"] = Tap(f"{module}.layernorm_embedding")
         if config.final_norm:

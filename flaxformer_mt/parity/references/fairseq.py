@@ -207,8 +207,4 @@ def _embedding(config: TransformerConfig, vocab_size: int) -> nn.Embedding:
 
 
 def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
-
-    def embeddings(stack):
-        return Tap(stack, op="mul"), Tap(stack, op="add")
-
-    return common.fairseq_taps(config, "", embeddings)
+    return common.fairseq_taps(config, "", Tap("", op="mul"), Tap("", op="add"))

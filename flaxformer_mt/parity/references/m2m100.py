@@ -29,8 +29,4 @@ def build(config: TransformerConfig) -> nn.Module:
 
 
 def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
-
-    def embeddings(stack):
-        return Tap(f"{stack}.embed_tokens"), Tap(f"{stack}.layers.0", "input")
-
-    return common.fairseq_taps(config, "model.", embeddings)
+    return common.fairseq_taps(config, "model.", Tap("embed_tokens"), Tap("layers.0", "input"))

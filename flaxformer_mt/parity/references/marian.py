@@ -70,8 +70,4 @@ def build(config: TransformerConfig) -> nn.Module:
 
 
 def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
-
-    def embeddings(stack):
-        return Tap(stack, op="mul"), Tap(f"{stack}.layers.0", "input")
-
-    return common.fairseq_taps(config, "model.", embeddings)
+    return common.fairseq_taps(config, "model.", Tap("", op="mul"), Tap("layers.0", "input"))

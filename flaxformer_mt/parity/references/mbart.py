@@ -27,8 +27,5 @@ def build(config: TransformerConfig) -> nn.Module:
 
 
 def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
-
-    def embeddings(stack):
-        return Tap(f"{stack}.embed_tokens"), Tap(f"{stack}.layernorm_embedding", "input")
-
-    return common.fairseq_taps(config, "model.", embeddings)
+    embedded = Tap("layernorm_embedding", "input")
+    return common.fairseq_taps(config, "model.", Tap("embed_tokens"), embedded)

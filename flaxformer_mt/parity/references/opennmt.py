@@ -201,40 +201,28 @@ class PositionwiseFeedForward(nn.Module):
         return self.dropout_2(self.w_2(inter)) + x
 
 
-class TransformerEncoderLayer(nn.Module):
-    """Self-attention, then feed-forward."""
+class Layer(nn.Module):
+    """Self-attention, in the decoder cross-attention, and feed-forward."""
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, is_decoder: bool) -> None:
         super().__init__()
-        self.self_attn = MultiHeadedAttention(config, "self", is_decoder=False)
+        self.self_attn = MultiHeadedAttention(config, "self", is_decoder)
         self.feed_forward = PositionwiseFeedForward(config)
-        self.layer_norm = nn.LayerNorm(config.d_model, eps=config.norm_epsilon)
+        self.norm = "layer_norm_1" if is_decoder else "layer_norm"
+        self.add_module(self.norm, nn.LayerNorm(config.d_model, eps=config.norm_epsilon))
         self.dropout = nn.Dropout(config.dropout_rate)
+        if is_decoder:
+            self.context_attn = MultiHeadedAttention(config, "context")
+            self.layer_norm_2 = nn.LayerNorm(config.d_model, eps=config.norm_epsilon)
 
-    def forward(self, x: Tensor, visible: Tensor) -> Tensor:
-        y = self.layer_norm(x)
-        return self.feed_forward(self.dropout(self.self_attn(y, y, visible)[0]) + x)
-
-
-class TransformerDecoderLayer(nn.Module):
-    """Self-attention, cross-attention, feed-forward."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-        self.self_attn = MultiHeadedAttention(config, "self")
-        self.feed_forward = PositionwiseFeedForward(config)
-        self.layer_norm_1 = nn.LayerNorm(config.d_model, eps=config.norm_epsilon)
-        self.dropout = nn.Dropout(config.dropout_rate)
-        self.context_attn = MultiHeadedAttention(config, "context")
-        self.layer_norm_2 = nn.LayerNorm(config.d_model, eps=config.norm_epsilon)
-
-    def forward(
-        self, x: Tensor, visible: Tensor, enc_out: Tensor, source_visible: Tensor
-    ) -> Tensor:
-        y = self.layer_norm_1(x)
-        query = self.dropout(self.self_attn(y, y, visible)[0]) + x
-        context, _ = self.context_attn(enc_out, self.layer_norm_2(query), source_visible)
-        return self.feed_forward(self.dropout(context) + query)
+    def forward(self, x: Tensor, visible: Tensor, *source: Tensor) -> Tensor:
+        y = self.get_submodule(self.norm)(x)
+        x = self.dropout(self.self_attn(y, y, visible)[0]) + x
+        if source:
+            memory, source_visible = source
+            context, _ = self.context_attn(memory, self.layer_norm_2(x), source_visible)
+            x = self.dropout(context) + x
+        return self.feed_forward(x)
 
 
 class Stack(nn.Module):
@@ -265,8 +253,8 @@ class NMTModel(common.EncoderDecoder):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config)
-        encoder = [TransformerEncoderLayer(config) for _ in range(config.num_encoder_layers)]
-        decoder = [TransformerDecoderLayer(config) for _ in range(config.num_decoder_layers)]
+        encoder = [Layer(config, False) for _ in range(config.num_encoder_layers)]
+        decoder = [Layer(config, True) for _ in range(config.num_decoder_layers)]
         source, target = config.source_vocab_size, config.target_vocab_size
         self.encoder = Stack(config, source, "transformer", [*encoder])
         self.decoder = Stack(config, target, "transformer_layers", [*decoder])

@@ -18,21 +18,6 @@ from flaxformer_mt.parity.references import common
 from flaxformer_mt.parity.trace import Tap, request_weights, time_major
 
 
-class PositionalEncoding(nn.Module):
-    """Interleaved sinusoids, published with base 10000, for an even D."""
-
-    pos_embedding: Tensor
-
-    def __init__(self, config: TransformerConfig, maxlen: int = 5000) -> None:
-        super().__init__()
-        self.dropout = nn.Dropout(config.dropout_rate)
-        table = common.interleaved_sinusoids(maxlen, config.d_model, config.position_base)
-        self.register_buffer("pos_embedding", table.unsqueeze(-2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(x + self.pos_embedding[: x.size(0)])
-
-
 class TokenEmbedding(nn.Module):
     """Token embeddings times sqrt(D), as published, or unscaled."""
 
@@ -78,7 +63,7 @@ class Seq2SeqTransformer(common.EncoderDecoder):
         self.generator = nn.Linear(emb_size, config.target_vocab_size)
         self.src_tok_emb = TokenEmbedding(config, config.source_vocab_size)
         self.tgt_tok_emb = TokenEmbedding(config, config.target_vocab_size)
-        self.positional_encoding = PositionalEncoding(config)
+        self.positional_encoding = common.InterleavedPositions(config, "pos_embedding", axis=0)
         common.xavier_uniform(self)
         for part in self.modules():
             # The hook also keeps its layers off the inference fast path.

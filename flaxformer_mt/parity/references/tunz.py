@@ -22,26 +22,12 @@ from flaxformer_mt.parity.trace import Tap
 NORM_EPSILON = 1e-6
 
 
-def _linear(inputs: int, outputs: int, bias: bool) -> nn.Linear:
+def _linear(inputs: int, outputs: int, bias: bool = True) -> nn.Linear:
     linear = nn.Linear(inputs, outputs, bias=bias)
     nn.init.xavier_uniform_(linear.weight)
     if bias:
         nn.init.zeros_(linear.bias)
     return linear
-
-
-class FeedForwardNetwork(nn.Module):
-    """W2 dropout(relu(W1 x))."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-        self.layer1 = _linear(config.d_model, config.d_ff, bias=True)
-        self.relu = nn.ReLU()
-        self.dropout = nn.Dropout(config.dropout_rate)
-        self.layer2 = _linear(config.d_ff, config.d_model, bias=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer2(self.dropout(self.relu(self.layer1(x))))
 
 
 class MultiHeadAttention(nn.Module):
@@ -81,7 +67,7 @@ class Layer(nn.Module):
             self.enc_dec_attention = MultiHeadAttention(config)
             self.enc_dec_attention_dropout = nn.Dropout(config.dropout_rate)
         self.ffn_norm = nn.LayerNorm(config.d_model, eps=NORM_EPSILON)
-        self.ffn = FeedForwardNetwork(config)
+        self.ffn = common.feed_forward(config, "layer1", "layer2", _linear)
         self.ffn_dropout = nn.Dropout(config.dropout_rate)
 
     def forward(self, x: Tensor, visible: Tensor, *source: Tensor) -> Tensor:
