@@ -344,7 +344,7 @@ def test_a_file_of_weights_is_read_like_a_folder(saved, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kind", ALL_KINDS)
+@pytest.mark.parametrize("kind", others_are_slow(ALL_KINDS, ["m2m100", "bart"]))
 def test_translations_of_every_form_are_those_of_generate(kind, form, saved, tmp_path):
     published, model = saved(kind)
     folder = tmp_path / "folder"

@@ -216,7 +216,7 @@ def test_what_cannot_be_used_is_refused_in_one_line(command, checkpoint, tmp_pat
     assert plain.read_text() == "# Parity\n"
 
 
-@pytest.mark.parametrize("arguments", [["--famly", "tunz"], ["--family", "tun"], []])
+@pytest.mark.parametrize("arguments", [["--famly", "tunz"], ["--family", "tun"]])
 def test_unknown_options_and_families_have_a_code_of_their_own(arguments, capsys):
     with pytest.raises(SystemExit) as exit_info:
         main(["parity", *arguments])
