@@ -208,8 +208,9 @@ def test_corpora_may_move_but_not_change():
     assert changed[0].startswith("data.train_corpora: ")
 
 
-def test_one_cycle_forbids_another_number_of_steps():
-    cycle = ExperimentConfig(optimizer=OptimizerConfig(schedule="one_cycle"))
+@pytest.mark.parametrize("schedule", ["one_cycle", "linear", "cosine", "warmup_stable_decay"])
+def test_a_schedule_with_an_end_forbids_another_number_of_steps(schedule):
+    cycle = ExperimentConfig(optimizer=OptimizerConfig(schedule=schedule))
     longer = dataclasses.replace(cycle, train=TrainConfig(num_steps=7))
     assert configuration.differences(cycle, longer) == ["train.num_steps: 100000 in the run, 7 now"]
 

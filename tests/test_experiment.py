@@ -185,6 +185,10 @@ def test_a_language_model_is_tested(tmp_path):
             "total_steps=50 has no effect with optimizer.schedule=inverse_square_root",
         ),
         (
+            {"optimizer": {"decay": 0.1, "schedule": "cosine", "warmup_steps": 0}},
+            "decay=0.1 has no effect with optimizer.schedule=cosine",
+        ),
+        (
             {"model": {"source_vocab_size": 100, "target_vocab_size": 100}},
             "model.source_vocab_size=100 is less than the [0-9]+ tokens of the vocabulary",
         ),
@@ -328,6 +332,18 @@ def test_a_run_that_is_continued_for_longer_keeps_its_warm_up(tmp_path, total_st
     assert load_run(tmp_path / "run").config.optimizer == first.optimizer
     with pytest.raises(UserError, match=r"optimizer\.warmup: 0\.5 in the run, 0\.25 now"):
         flaxformer_mt.train(changed(optimizer=optimizer | {"warmup": 0.25}), tmp_path / "run")
+
+
+def test_a_schedule_with_an_end_has_the_steps_that_were_accepted(tmp_path):
+    optimizer = {"warmup": 0.5, "schedule": "linear"}
+    flaxformer_mt.train(changed(optimizer=optimizer), tmp_path / "run")
+    longer = changed(optimizer=optimizer, train={"num_steps": 8})
+    with pytest.raises(UserError, match=r"train\.num_steps: 2 in the run, 8 now.*accept-changes"):
+        experiment.prepare(longer, tmp_path / "run")
+    parts = experiment.prepare(longer, tmp_path / "run", accept_changes=True)
+    assert [float(parts.schedule(count)) for count in (3, 4, 7, 8)] == pytest.approx(
+        [1e-3, 1e-3, 0.25e-3, 0]
+    )
 
 
 def test_a_refused_folder_that_cannot_be_removed_does_not_hide_why(monkeypatch, tmp_path):

@@ -197,9 +197,10 @@ def holds_run(workdir: Path, experiment: ExperimentConfig, accept_changes: bool 
     never = [text for name, text in differences.items() if kinds[name] == "never"]
     refused = [text for name, text in differences.items() if kinds[name] != "noted"]
     if never or (refused and not accept_changes):
+        named = "; ".join(never if accept_changes else refused)
         raise UserError(
-            f"{workdir} holds a run of another configuration ({'; '.join(never if accept_changes else refused)}): "
-            f"give these values, {_NEW_START.format(workdir) if never else _ACCEPT}"
+            f"{workdir} holds a run of another configuration ({named}): give these values, "
+            f"{_NEW_START.format(workdir) if never else _ACCEPT}"
         )
     return True
 
@@ -302,10 +303,11 @@ def with_stored_start(workdir: Path, experiment: ExperimentConfig) -> Experiment
 def with_first_schedule(workdir: Path, experiment: ExperimentConfig) -> ExperimentConfig:
     """Returns the configuration with the schedule that the run began with, if it has more steps.
 
-    The warm-up of a run that is continued with another number of steps does not change.
+    The warm-up of a run that is continued with another number of steps does not change. A schedule
+    that has an end does: the number is then an accepted change.
     """
-    first = data_file.read(workdir).get(data_file.CONFIG)
-    if first is None or not experiment.optimizer.warmup or experiment.optimizer.total_steps:
+    first, optimizer = data_file.read(workdir).get(data_file.CONFIG), experiment.optimizer
+    if first is None or not optimizer.warmup or optimizer.total_steps or optimizer.schedule_has_end:
         return experiment
     steps = configuration.from_dict(first).train.num_steps
     return with_changes(experiment, {"optimizer": {"total_steps": steps}})
