@@ -291,7 +291,7 @@ class Run:
             data |= {"train_corpora": (), "valid_corpora": (), "test_corpora": ()}
             if self.config.data.corpus in GENERATED:
                 data["corpus"] = "text"
-        start = {"train": {"init_from": str(self.folder)}, "data": data}
+        start = {"train": {"init_from": str(self.folder), "init_optimizer": False}, "data": data}
         return with_changes(with_changes(self.config, start), changes)
 
     def _scores(self, announce: Callable[[str], None] = print) -> dict[int, float]:

@@ -114,6 +114,9 @@ class TrainConfig(Checked):
     init_from: str = option("", FieldRole.START)
     """Initial parameters: a run folder (its best checkpoint, and its vocabulary), or a .safetensors
     file written by `flaxformer-mt convert --to flaxformer_mt`."""
+    init_optimizer: bool = option(False, FieldRole.START)
+    """Take the moments of the optimizer, too, from the checkpoint of the run that init_from names,
+    where their shapes agree. The steps of the learning rate are counted anew."""
     freeze: tuple[str, ...] = option((), FieldRole.TRAINING)
     """Regular expressions; parameters whose path matches any of them are not trained: "encoder/",
     "embedding"."""
@@ -130,6 +133,8 @@ class TrainConfig(Checked):
         ):
             if getattr(self, name) and getattr(self, other):
                 yield f"{{{name}}} cannot be used with train.{other}: set it to 0"
+        if self.init_optimizer and not self.init_from:
+            yield "{init_optimizer} needs train.init_from, the run that has the optimizer"
         if self.profile_steps and not self.profiled_steps:
             yield (
                 f"train.profile_steps={shown(self.profile_steps)}: must be A:B, the numbers of the "

@@ -93,7 +93,7 @@ def fit(
         history = changes.read(workdir)
         pending = [] if latest is None else [each for each in history if each["step"] >= latest]
         if latest is None:
-            state = experiment.initial_state()
+            state = experiment.initial_state(console.print)
         else:
             earlier = changes.before(experiment.config, pending) if pending else None
             state = experiment.abstract_state(earlier)

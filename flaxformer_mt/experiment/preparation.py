@@ -53,7 +53,7 @@ def prepare(
         given = run_folder.with_stored_start(workdir, given)
     else:
         require_effects(given)
-        require_parameters(given.train.init_from, given.model)
+        require_parameters(given.train.init_from, given.model, given.train.init_optimizer)
     if given.decode.shortlist:
         require_shortlist(given.decode.shortlist)
     corpora = open_all(given)
@@ -90,7 +90,7 @@ def prepare(
         config = run_folder.with_first_schedule(workdir, config)
     experiment = Experiment(config, dataset, objective, frozen)
     if not continued:
-        experiment.load_given_parameters()  # Errors are raised before anything is written.
+        experiment.load_start()  # Errors are raised before anything is written.
     if distributed.is_main():
         if not continued:
             held_out = [*corpora["valid"], *corpora["test"]]

@@ -227,7 +227,8 @@ def _require_no_remains(workdir: Path) -> None:
 
 _NEW_START = (
     "or another --workdir, for a new run: --train.init-from={} starts it from these parameters if "
-    "they fit, and begins steps, optimizer and data anew"
+    "they fit, --train.init-optimizer from the optimizer's moments, too, and steps and data begin "
+    "anew"
 )
 _ACCEPT = (
     "--accept-changes to go on with the new ones after the newest checkpoint (no uninterrupted run "
