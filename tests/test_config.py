@@ -234,7 +234,7 @@ CONTINUABLE = {
         "checkpoint_every", "keep_last",
         "teacher_forced_metrics",
         "watch", "keep_best", "show_translations", "early_stopping_patience", "max_skipped_steps",
-        "init_from", "init_optimizer", "profile_steps",
+        "init_from", "init_optimizer", "profile_steps", "trackers",
     },
     "parallel": {field.name for field in dataclasses.fields(ParallelConfig)},
     "decode": {field.name for field in dataclasses.fields(DecodeConfig)},

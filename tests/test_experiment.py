@@ -32,6 +32,7 @@ from flaxformer_mt.interruption import Interrupted
 from flaxformer_mt.runs.trained_model import load_run
 from flaxformer_mt.training import loop
 from flaxformer_mt.training.reporting.callbacks import Callbacks
+from flaxformer_mt.training.reporting.trackers import Tracker
 
 CONFIG = ExperimentConfig(
     model=TransformerConfig(
@@ -200,6 +201,52 @@ def test_options_that_others_make_ineffective_are_refused(tmp_path, changes, mes
     assert not (tmp_path / "run").exists()
 
 
+class Seen(Tracker):
+    def __init__(self, fails=False):
+        self.calls, self.fails = [], fails
+
+    def begin(self, folder, config):
+        if self.fails:
+            raise OSError("no network")
+        self.calls.append(("begin", folder, config))
+
+    def log(self, step, numbers):
+        self.calls.append(("log", step, numbers))
+
+    def translated(self, step, samples):
+        self.calls.append(("translated", step, samples))
+
+
+def test_trackers_get_configuration_metrics_and_translations_and_may_fail(tmp_path, capsys):
+    seen, failing = Seen(), Seen(fails=True)
+    config = changed(train={"trackers": ()})
+    run = flaxformer_mt.train(config, tmp_path / "run", writers=[failing, seen])
+    warning = "warning: Seen failed, the run goes on without it: no network\n"
+    assert capsys.readouterr().out.count(warning) == 1
+    assert failing.calls == []
+    assert run.latest_step == 2
+    assert not (tmp_path / "run" / "tensorboard").exists()
+    begin, *others = seen.calls
+    assert begin[:2] == ("begin", tmp_path / "run")
+    assert begin[2]["model"]["source_vocab_size"] > 0
+    assert begin[2]["system"]["device_kind"] == "cpu"
+    assert begin[2]["system"]["device_memory_bytes"] > 0
+    rows = {(row["step"], row["split"]): row for row in run.metrics if row["split"] != "test"}
+    logged = {
+        (step, next(iter(values)).partition("/")[0]): values
+        for kind, step, values in others
+        if kind == "log"
+    }
+    assert logged.keys() == rows.keys()
+    for (step, split), values in logged.items():
+        expected = rows[step, split]
+        numbers = {name for name, each in expected.items() if not isinstance(each, str)}
+        assert values.keys() == {f"{split}/{name}" for name in numbers - {"step"}}
+        assert values[f"{split}/loss"] == expected["loss"]
+    (samples,) = (samples for kind, _, samples in others if kind == "translated")
+    assert {sample.source for sample in samples} <= {*run.texts("valid").sources}
+
+
 @pytest.mark.parametrize("stops", [True, False])
 def test_a_callback_ends_a_run_after_it_was_saved(tmp_path, monkeypatch, stops):
     saved = []
@@ -216,7 +263,7 @@ def test_a_callback_ends_a_run_after_it_was_saved(tmp_path, monkeypatch, stops):
 
     monkeypatch.setattr(loop, "train", save_and_stop)
     parts = experiment.prepare(CONFIG, tmp_path)
-    monkeypatch.setattr(parts, "initial_state", lambda: None)
+    monkeypatch.setattr(parts, "initial_state", lambda announce: None)
     with contextlib.nullcontext() if stops else pytest.raises(ZeroDivisionError):
         experiment.fit(parts, tmp_path, callbacks=[callback])
     assert saved == [1]

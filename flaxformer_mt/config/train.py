@@ -17,6 +17,9 @@ TeacherForcedMetric: TypeAlias = Literal["seq2seq_acc", "teacher_forced_bleu"]
 """A metric of the tokens that are most probable after the reference's preceding tokens."""
 
 
+TrackerName: TypeAlias = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainConfig(Checked):
     """Length of training, batches, loss, validation and checkpoints."""
@@ -55,6 +58,9 @@ class TrainConfig(Checked):
     less, and differs between kinds of devices, meshes and versions of XLA."""
     log_every: int = option(50, FieldRole.RUNNING, lowest=1)
     """Steps between reports of training metrics."""
+    trackers: tuple[TrackerName, ...] = option(("tensorboard",), FieldRole.RUNNING)
+    """Experiment trackers that get configuration, metrics, translations and devices, besides
+    metrics.jsonl. What is not online (docs/training.md) is written to the run folder."""
     profile_steps: str = option("", FieldRole.RUNNING)
     """A:B: write a trace of the steps A to B, both included and counted from 1, to the folder
     profile/ of the run; empty = none."""

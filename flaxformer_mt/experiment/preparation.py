@@ -53,7 +53,7 @@ def prepare(
         given = run_folder.with_stored_start(workdir, given)
     else:
         require_effects(given)
-        require_parameters(given.train.init_from, given.model, given.train.init_optimizer)
+        require_parameters(given.train.init_from, given.model)
     if given.decode.shortlist:
         require_shortlist(given.decode.shortlist)
     corpora = open_all(given)

@@ -75,12 +75,10 @@ def _check_same(theirs: Tokenizers, ours: Tokenizers, option: str, advice: str) 
             raise UserError(f"{option} has another {side} vocabulary{advice}")
 
 
-def require_parameters(
-    init_from: str, model: TransformerConfig, with_optimizer: bool = False
-) -> None:
+def require_parameters(init_from: str, model: TransformerConfig) -> None:
     """Checks what `train.init_from` names, if anything, as far as this takes no time.
 
-    Vocabulary sizes of `model` may still be 0. `with_optimizer`: moments are taken as well.
+    Vocabulary sizes of `model` may still be 0.
     """
     if not init_from:
         return
@@ -95,11 +93,6 @@ def require_parameters(
             f"train.init_from={init_from}: {error}; give a run folder, or a .safetensors file that "
             "`flaxformer-mt convert` wrote"
         ) from error
-    if with_optimizer and not is_folder:
-        raise UserError(
-            f"train.init_from={init_from} is a file of parameters: give a run folder, or leave out "
-            "train.init_optimizer"
-        )
     if is_folder:
         with prefixed(f"train.init_from={init_from}: "):
             model = read_tokenizers(init_from).with_ids(model)
