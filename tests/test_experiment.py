@@ -186,10 +186,6 @@ def test_a_language_model_is_tested(tmp_path):
             "total_steps=50 has no effect with optimizer.schedule=inverse_square_root",
         ),
         (
-            {"optimizer": {"decay": 0.1, "schedule": "cosine", "warmup_steps": 0}},
-            "decay=0.1 has no effect with optimizer.schedule=cosine",
-        ),
-        (
             {"model": {"source_vocab_size": 100, "target_vocab_size": 100}},
             "model.source_vocab_size=100 is less than the [0-9]+ tokens of the vocabulary",
         ),
@@ -265,7 +261,7 @@ def test_a_callback_ends_a_run_after_it_was_saved(tmp_path, monkeypatch, stops):
     parts = experiment.prepare(CONFIG, tmp_path)
     monkeypatch.setattr(parts, "initial_state", lambda announce: None)
     with contextlib.nullcontext() if stops else pytest.raises(ZeroDivisionError):
-        experiment.fit(parts, tmp_path, callbacks=[callback])
+        experiment.fit(parts, str(tmp_path), callbacks=[callback])
     assert saved == [1]
 
 
@@ -398,13 +394,13 @@ def test_a_refused_folder_that_cannot_be_removed_does_not_hide_why(monkeypatch, 
         raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
 
     monkeypatch.setattr(os, "rmdir", busy)
-    with pytest.raises(UserError, match="why"), experiment.open_folder(tmp_path / "run"):
+    with pytest.raises(UserError, match="why"), experiment.open_folder(str(tmp_path / "run")):
         raise UserError("why")
 
 
 def test_one_resolved_configuration_reaches_all_parts(run, tmp_path):
     """The run folder keeps the configuration as it was given."""
-    parts = experiment.prepare(CONFIG, tmp_path, write=False)
+    parts = experiment.prepare(CONFIG, str(tmp_path), write=False)
     vocab_size = parts.dataset.tokenizers.source.vocab_size
     assert parts.config.model.source_vocab_size == vocab_size
     assert parts.model.config == parts.config.model

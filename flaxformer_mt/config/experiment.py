@@ -15,7 +15,7 @@ from flaxformer_mt.config.train import TrainConfig
 from flaxformer_mt.errors import UserTypeError
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class ExperimentConfig(Checked):
     """Everything that defines a training run, apart from the folder that it is written to."""
 

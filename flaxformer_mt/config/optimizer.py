@@ -7,7 +7,7 @@ from typing import Literal
 from flaxformer_mt.config.fields import Checked, FieldRole, option
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class OptimizerConfig(Checked):
     """The optimizer and its learning rate."""
 
@@ -35,7 +35,8 @@ class OptimizerConfig(Checked):
     """Length of one_cycle, linear, cosine and warmup_stable_decay, and what warmup is a share of; 0
     = train.num_steps; for schedules without an end, as it was when the run began."""
     decay: float = option(0.2, FieldRole.TRAINING, above=0, highest=1)
-    """Share of total_steps, at their end, over which warmup_stable_decay falls."""
+    """Share of total_steps, at their end, over which warmup_stable_decay falls; other schedules
+    ignore it."""
     beta1: float = option(0.9, FieldRole.TRAINING, lowest=0, below=1)
     """Decay rate of Adam's first moment."""
     beta2: float = option(0.98, FieldRole.TRAINING, lowest=0, below=1)

@@ -20,7 +20,7 @@ TeacherForcedMetric: TypeAlias = Literal["seq2seq_acc", "teacher_forced_bleu"]
 TrackerName: TypeAlias = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class TrainConfig(Checked):
     """Length of training, batches, loss, validation and checkpoints."""
 

@@ -7,7 +7,6 @@ import jax
 from flaxformer_mt.config import (
     DataConfig,
     ExperimentConfig,
-    OptimizerConfig,
     TransformerConfig,
     with_vocabulary_sizes,
 )
@@ -82,11 +81,6 @@ def require_effects(config: ExperimentConfig) -> None:
             f"optimizer.total_steps={optimizer.total_steps} has no effect with "
             f"optimizer.schedule={optimizer.schedule}: it is the length of schedules that have an "
             "end, and what optimizer.warmup is a share of"
-        )
-    if optimizer.decay != OptimizerConfig.decay and optimizer.schedule != "warmup_stable_decay":
-        raise UserError(
-            f"optimizer.decay={optimizer.decay} has no effect with "
-            f"optimizer.schedule={optimizer.schedule}: it is for warmup_stable_decay"
         )
     rates = (
         model.dropout_rate, model.embedding_dropout, model.attention_dropout_rate,

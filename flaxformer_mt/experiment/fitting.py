@@ -25,12 +25,11 @@ from flaxformer_mt.standard_output import BestEffortOutput
 from flaxformer_mt.training import loop
 from flaxformer_mt.training.devices import place
 from flaxformer_mt.training.parameters import Params
-from flaxformer_mt.training.reporting import trackers
 from flaxformer_mt.training.reporting.callbacks import Callback, Callbacks
 from flaxformer_mt.training.reporting.console import ConsoleWriter, Sample, print_labelled
 from flaxformer_mt.training.reporting.metrics import JsonLinesWriter, Writer
 from flaxformer_mt.training.reporting.progress import Progress
-from flaxformer_mt.training.reporting.trackers import Tracker
+from flaxformer_mt.training.reporting.trackers import BY_NAME, Tracker, Trackers, system_facts
 from flaxformer_mt.training.state import TrainState
 
 _LESS_MEMORY = (
@@ -40,11 +39,18 @@ _LESS_MEMORY = (
 
 
 def make_console(file: BestEffortOutput | None = None) -> Console:
-    """Returns a console for the progress of a run; quiet in all processes but the first."""
+    """Returns a console for the progress of a run; quiet in all processes but the first.
+
+    In a notebook it prints plain lines, which become one output: Rich would show each line as an
+    output of its own, and take it for a terminal, whose moving lines it cannot show.
+    """
+    is_notebook = Console().is_jupyter
     return Console(
         file=cast(TextIO, file),
         highlight=False,
         markup=False,
+        force_jupyter=False,
+        force_terminal=False if is_notebook else None,
         soft_wrap=True,
         quiet=not distributed.is_main(),
     )
@@ -52,13 +58,13 @@ def make_console(file: BestEffortOutput | None = None) -> Console:
 
 def default_writers(config: TrainConfig, workdir: Path, console: Console) -> list[Writer | Tracker]:
     """Returns the writer of `metrics.jsonl`, and the trackers of a configuration."""
-    chosen = [trackers.BY_NAME[name]() for name in dict.fromkeys(config.trackers)]
+    chosen = [BY_NAME[name]() for name in dict.fromkeys(config.trackers)]
     return [JsonLinesWriter(workdir / METRICS, console.print), *chosen]
 
 
 def fit(
     experiment: Experiment,
-    workdir: Path,
+    workdir: str | Path,
     console: Console | None = None,
     interruption: Interruption | None = None,
     writers: Sequence[Writer | Tracker] | None = None,
@@ -70,6 +76,7 @@ def fit(
     console comes in addition.
     """
     config, console = experiment.config.train, console or make_console()
+    workdir = Path(workdir)
     display = ConsoleWriter(
         config.num_steps, console, experiment.dataset.training.batches_per_epoch
     )
@@ -77,7 +84,7 @@ def fit(
         writers = default_writers(config, workdir, console)
     is_main, devices = distributed.is_main(), experiment.devices.devices
     own = [each for each in writers if isinstance(each, Tracker) and is_main]
-    tracking = trackers.Trackers(own, console.print)
+    tracking = Trackers(own, console.print)
     untracked = [each for each in writers if not isinstance(each, Tracker)]
 
     def validated(params: Params, step: int) -> dict[str, Any]:
@@ -121,7 +128,7 @@ def fit(
             else interruption.deferred(distributed.agree if several else None, config.log_every)
         ) as is_interrupted:
             try:
-                facts = to_dict(experiment.config) | {"system": trackers.system_facts(devices)}
+                facts = to_dict(experiment.config) | {"system": system_facts(devices)}
                 tracking.tell("begin", workdir, facts)
                 loop.train(
                     state,
@@ -164,7 +171,7 @@ def _announced(
 
 
 def evaluate_test(
-    experiment: Experiment, workdir: Path, show_progress: bool = False
+    experiment: Experiment, workdir: str | Path, show_progress: bool = False
 ) -> tuple[int, list[str], dict[str, Any]]:
     """Evaluates the best checkpoint on the test corpus, and writes the metrics.
 
@@ -185,7 +192,7 @@ def evaluate_test(
         hypotheses = validation.translate(params, sentences, show_progress)
         metrics |= validation.quality(hypotheses, references)
     if distributed.is_main():
-        JsonLinesWriter(workdir / METRICS).write(step, "test", metrics)
+        JsonLinesWriter(Path(workdir, METRICS)).write(step, "test", metrics)
     return step, hypotheses, metrics
 
 

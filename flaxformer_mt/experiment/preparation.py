@@ -22,7 +22,7 @@ from flaxformer_mt.training.warm_start import require_parameters, require_vocabu
 
 def prepare(
     given: ExperimentConfig,
-    workdir: Path,
+    workdir: str | Path,
     *,
     cache_folder: Path | None = None,
     write: bool = True,
@@ -43,6 +43,7 @@ def prepare(
       frozen: as of `train`.
       accept_changes: as of `train`.
     """
+    workdir = Path(workdir)
     if not distributed.is_main():
         distributed.barrier("data")
         if write:

@@ -333,10 +333,7 @@ def restore_params(
 
 
 def _restore_params(
-    path: Path,
-    run_id: str | None,
-    check: Callable[[Shapes], None] | None,
-    item: str | None = None,
+    path: Path, run_id: str | None, check: Callable[[Shapes], None] | None, item: str | None = None
 ) -> dict[str, Any]:
     cause = damage(path)
     if cause:
@@ -344,9 +341,8 @@ def _restore_params(
     step_folders.check_run(step_folders.read_record(path), path, run_id)
     name = item or (EMA if (path / EMA).is_dir() else PARAMS)
     if not (path / name).is_dir():
-        if item:
-            raise UserError(f"{path} holds parameters only, without the state of an optimizer")
-        raise UserError(f"{path} has no parameters: its state has no member {PARAMS!r}")
+        missing = "parameters" if name == PARAMS else "state of an optimizer"
+        raise UserError(f"{path} has no {missing}: its state has no member {name!r}")
     with _reading(path), _own_checkpointer() as orbax:
         stored = orbax.metadata(path).item_metadata[name].tree
         with prefixed(f"{path}: "):

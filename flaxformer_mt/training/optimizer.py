@@ -78,16 +78,14 @@ def make_schedule(config: OptimizerConfig, d_model: int, num_steps: int) -> opta
 
 def _require_space(config: OptimizerConfig, warmup_steps: int, total_steps: int) -> None:
     """Raises `UserError` if a schedule with an end has no steps for its parts."""
-    has_stable = config.schedule == "warmup_stable_decay"
-    decay = config.decay * total_steps if has_stable else 1
+    decay = config.decay * total_steps if config.schedule == "warmup_stable_decay" else 1
     lowest = 1 if config.schedule == "one_cycle" else 0
     if not lowest <= warmup_steps <= total_steps - decay:
         raise UserError(
-            f"optimizer.warmup_steps={warmup_steps} must be at least {lowest}, and leave room for "
-            f"the decay{f' (optimizer.decay={config.decay})' if has_stable else ''} in the "
-            f"{total_steps} steps of optimizer.schedule={config.schedule}: give optimizer.warmup, "
-            "a share of them, or in optimizer.total_steps the length of a longer schedule of which "
-            "only the first steps are trained"
+            f"optimizer.warmup_steps={warmup_steps} must be at least {lowest}, and leave {decay:g} "
+            f"of {total_steps} steps to the decay of optimizer.schedule={config.schedule}: give "
+            "optimizer.warmup, a share of them, or the length of a longer schedule, of which only "
+            "the first steps are trained, as optimizer.total_steps"
         )
 
 

@@ -118,9 +118,8 @@ def test_a_decay_needs_steps_after_the_warm_up(name):
         rates = [float(make_schedule(settings, D, STEPS)(count)) for count in range(STEPS)]
         assert max(rates) == pytest.approx(1e-3)
     settings = OptimizerConfig(schedule=name, warmup_steps=shortest + 1)
-    with pytest.raises(UserError, match=rf"warmup_steps={shortest + 1} .* in the 50 steps") as told:
+    with pytest.raises(UserError, match=rf"={shortest + 1} must .* leave {STEPS - shortest} of"):
         make_schedule(settings, D, STEPS)
-    assert ("optimizer.decay=0.2" in str(told.value)) == (name == "warmup_stable_decay")
 
 
 def test_the_whole_schedule_may_be_a_decay():

@@ -202,7 +202,6 @@ class MLflow(Tracker):
         ]
         self._run = runs[0].info.run_id
         client.update_run(self._run, "RUNNING")
-        client.log_dict(self._run, config, "config.json")
         if not runs[0].data.params:  # They cannot be changed later.
             for option, value in flatten_dict(config, sep=".").items():
                 client.log_param(self._run, option, value)
