@@ -67,7 +67,7 @@ CHANGES = (
     ("optimizer.clip_norm", lambda config: {"optimizer": {"kind": "adamw", "clip_norm": 1.0}}),
     ("optimizer.kind", lambda config: {"optimizer": {"kind": "adafactor", "clip_norm": 0.0}}),
     ("train.best_metric", lambda config: {"train": {"best_metric": "bleu"}}),
-    ("model.param_dtype", lambda config: {"model": {"dtype": "bfloat16"}}),
+    ("model.dtype", lambda config: {"model": {"dtype": "bfloat16"}}),
 )
 
 
