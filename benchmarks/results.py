@@ -108,7 +108,7 @@ def train_and_score(name: str, options: argparse.Namespace) -> None:
     if options.num_steps is not None:
         changes = {"train": {"num_steps": options.num_steps}}
         config = recipe.config()
-        if config.optimizer.schedule == "one_cycle" or config.optimizer.warmup:
+        if config.optimizer.schedule_has_end or config.optimizer.warmup:
             changes["optimizer"] = {"total_steps": config.train.num_steps}
         out = out / f"{options.num_steps}-steps"
     result = run(name, recipe, options.data, out, seed, changes)

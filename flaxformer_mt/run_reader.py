@@ -61,6 +61,14 @@ class CheckpointScore(NamedTuple):
     is_best: bool
 
 
+class CheckpointScores(list[CheckpointScore]):
+    """The intact checkpoints of a run, by step. In a notebook they show as a table."""
+
+    def _repr_html_(self) -> str:
+        rows = ("<td>".join(map(str, row)) for row in [CheckpointScore._fields, *self])
+        return f"<table><tr><td>{'<tr><td>'.join(rows)}</table>"
+
+
 class Run:
     """A run folder.
 
@@ -98,11 +106,11 @@ class Run:
         return MetricRows(read_metrics(self.folder / METRICS))
 
     @property
-    def checkpoints(self) -> list[CheckpointScore]:
+    def checkpoints(self) -> CheckpointScores:
         """The intact checkpoints, by step; a line is printed for each damaged one."""
         scores, metric = self._scores(), self.config.train.best_metric
         best = best_step(scores)
-        return [
+        return CheckpointScores(
             CheckpointScore(
                 step,
                 metric,
@@ -110,7 +118,7 @@ class Run:
                 step == best,
             )
             for step, score in sorted(scores.items())
-        ]
+        )
 
     @property
     def latest_step(self) -> int | None:
@@ -291,7 +299,7 @@ class Run:
             data |= {"train_corpora": (), "valid_corpora": (), "test_corpora": ()}
             if self.config.data.corpus in GENERATED:
                 data["corpus"] = "text"
-        start = {"train": {"init_from": str(self.folder)}, "data": data}
+        start = {"train": {"init_from": str(self.folder), "init_optimizer": False}, "data": data}
         return with_changes(with_changes(self.config, start), changes)
 
     def _scores(self, announce: Callable[[str], None] = print) -> dict[int, float]:

@@ -21,6 +21,7 @@ from flaxformer_mt.config import (
 from flaxformer_mt.config.experiment import with_changes
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.plotting.curves import plot_curves
+from flaxformer_mt.run_reader import Run
 from flaxformer_mt.runs.folder import read_config
 from flaxformer_mt.runs.trained_model import describe_run, load_run, parameters_sha256
 
@@ -66,7 +67,7 @@ CHANGES = (
     ("optimizer.clip_norm", lambda config: {"optimizer": {"kind": "adamw", "clip_norm": 1.0}}),
     ("optimizer.kind", lambda config: {"optimizer": {"kind": "adafactor", "clip_norm": 0.0}}),
     ("train.best_metric", lambda config: {"train": {"best_metric": "bleu"}}),
-    ("model.param_dtype", lambda config: {"model": {"dtype": "bfloat16"}}),
+    ("model.dtype", lambda config: {"model": {"dtype": "bfloat16"}}),
 )
 
 
@@ -126,7 +127,7 @@ def check_changes(changes, tmp_path, capsys):
     assert read_config(whole).train.num_steps == config.train.num_steps
 
 
-def test_what_cannot_change_names_the_way_to_a_new_run(tmp_path):
+def test_what_cannot_change_names_the_way_to_a_new_run(tmp_path, capsys):
     config = experiment_of(tmp_path)
     flaxformer_mt.train(config, tmp_path / "run")
     for changes in ({"model": {"d_ff": 32}}, {"data": {"vocab_size": 300}}, {"train": {"seed": 1}}):
@@ -135,6 +136,11 @@ def test_what_cannot_change_names_the_way_to_a_new_run(tmp_path):
                 with_changes(config, changes), tmp_path / "run", accept_changes=True
             )
         assert "--accept-changes" not in str(refused.value)
+    new = {"init_from": str(tmp_path / "run"), "init_optimizer": True, "freeze": ("encoder/",)}
+    capsys.readouterr()
+    flaxformer_mt.train(with_changes(config, {"train": new | {"seed": 1}}), tmp_path / "new")
+    assert f"the optimizer's moments are those of {tmp_path / 'run'}\n" in capsys.readouterr().out
+    assert not Run(tmp_path / "new").fine_tuning_config().train.init_optimizer
 
 
 def test_a_changed_history_is_noticed(tmp_path, capsys):

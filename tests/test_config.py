@@ -208,8 +208,9 @@ def test_corpora_may_move_but_not_change():
     assert changed[0].startswith("data.train_corpora: ")
 
 
-def test_one_cycle_forbids_another_number_of_steps():
-    cycle = ExperimentConfig(optimizer=OptimizerConfig(schedule="one_cycle"))
+@pytest.mark.parametrize("schedule", ["one_cycle", "linear", "cosine", "warmup_stable_decay"])
+def test_a_schedule_with_an_end_forbids_another_number_of_steps(schedule):
+    cycle = ExperimentConfig(optimizer=OptimizerConfig(schedule=schedule))
     longer = dataclasses.replace(cycle, train=TrainConfig(num_steps=7))
     assert configuration.differences(cycle, longer) == ["train.num_steps: 100000 in the run, 7 now"]
 
@@ -233,7 +234,7 @@ CONTINUABLE = {
         "checkpoint_every", "keep_last",
         "teacher_forced_metrics",
         "watch", "keep_best", "show_translations", "early_stopping_patience", "max_skipped_steps",
-        "init_from", "profile_steps",
+        "init_from", "init_optimizer", "profile_steps", "trackers",
     },
     "parallel": {field.name for field in dataclasses.fields(ParallelConfig)},
     "decode": {field.name for field in dataclasses.fields(DecodeConfig)},

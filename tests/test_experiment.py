@@ -32,6 +32,7 @@ from flaxformer_mt.interruption import Interrupted
 from flaxformer_mt.runs.trained_model import load_run
 from flaxformer_mt.training import loop
 from flaxformer_mt.training.reporting.callbacks import Callbacks
+from flaxformer_mt.training.reporting.trackers import Tracker
 
 CONFIG = ExperimentConfig(
     model=TransformerConfig(
@@ -196,6 +197,52 @@ def test_options_that_others_make_ineffective_are_refused(tmp_path, changes, mes
     assert not (tmp_path / "run").exists()
 
 
+class Seen(Tracker):
+    def __init__(self, fails=False):
+        self.calls, self.fails = [], fails
+
+    def begin(self, folder, config):
+        if self.fails:
+            raise OSError("no network")
+        self.calls.append(("begin", folder, config))
+
+    def log(self, step, numbers):
+        self.calls.append(("log", step, numbers))
+
+    def translated(self, step, samples):
+        self.calls.append(("translated", step, samples))
+
+
+def test_trackers_get_configuration_metrics_and_translations_and_may_fail(tmp_path, capsys):
+    seen, failing = Seen(), Seen(fails=True)
+    config = changed(train={"trackers": ()})
+    run = flaxformer_mt.train(config, tmp_path / "run", writers=[failing, seen])
+    warning = "warning: Seen failed, the run goes on without it: no network\n"
+    assert capsys.readouterr().out.count(warning) == 1
+    assert failing.calls == []
+    assert run.latest_step == 2
+    assert not (tmp_path / "run" / "tensorboard").exists()
+    begin, *others = seen.calls
+    assert begin[:2] == ("begin", tmp_path / "run")
+    assert begin[2]["model"]["source_vocab_size"] > 0
+    assert begin[2]["system"]["device_kind"] == "cpu"
+    assert begin[2]["system"]["device_memory_bytes"] > 0
+    rows = {(row["step"], row["split"]): row for row in run.metrics if row["split"] != "test"}
+    logged = {
+        (step, next(iter(values)).partition("/")[0]): values
+        for kind, step, values in others
+        if kind == "log"
+    }
+    assert logged.keys() == rows.keys()
+    for (step, split), values in logged.items():
+        expected = rows[step, split]
+        numbers = {name for name, each in expected.items() if not isinstance(each, str)}
+        assert values.keys() == {f"{split}/{name}" for name in numbers - {"step"}}
+        assert values[f"{split}/loss"] == expected["loss"]
+    (samples,) = (samples for kind, _, samples in others if kind == "translated")
+    assert {sample.source for sample in samples} <= {*run.texts("valid").sources}
+
+
 @pytest.mark.parametrize("stops", [True, False])
 def test_a_callback_ends_a_run_after_it_was_saved(tmp_path, monkeypatch, stops):
     saved = []
@@ -212,9 +259,9 @@ def test_a_callback_ends_a_run_after_it_was_saved(tmp_path, monkeypatch, stops):
 
     monkeypatch.setattr(loop, "train", save_and_stop)
     parts = experiment.prepare(CONFIG, tmp_path)
-    monkeypatch.setattr(parts, "initial_state", lambda: None)
+    monkeypatch.setattr(parts, "initial_state", lambda announce: None)
     with contextlib.nullcontext() if stops else pytest.raises(ZeroDivisionError):
-        experiment.fit(parts, tmp_path, callbacks=[callback])
+        experiment.fit(parts, str(tmp_path), callbacks=[callback])
     assert saved == [1]
 
 
@@ -330,18 +377,30 @@ def test_a_run_that_is_continued_for_longer_keeps_its_warm_up(tmp_path, total_st
         flaxformer_mt.train(changed(optimizer=optimizer | {"warmup": 0.25}), tmp_path / "run")
 
 
+def test_a_schedule_with_an_end_has_the_steps_that_were_accepted(tmp_path):
+    optimizer = {"warmup": 0.5, "schedule": "linear"}
+    flaxformer_mt.train(changed(optimizer=optimizer), tmp_path / "run")
+    longer = changed(optimizer=optimizer, train={"num_steps": 8})
+    with pytest.raises(UserError, match=r"train\.num_steps: 2 in the run, 8 now.*accept-changes"):
+        experiment.prepare(longer, tmp_path / "run")
+    parts = experiment.prepare(longer, tmp_path / "run", accept_changes=True)
+    assert [float(parts.schedule(count)) for count in (3, 4, 7, 8)] == pytest.approx(
+        [1e-3, 1e-3, 0.25e-3, 0]
+    )
+
+
 def test_a_refused_folder_that_cannot_be_removed_does_not_hide_why(monkeypatch, tmp_path):
     def busy(path, *arguments, **options):
         raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
 
     monkeypatch.setattr(os, "rmdir", busy)
-    with pytest.raises(UserError, match="why"), experiment.open_folder(tmp_path / "run"):
+    with pytest.raises(UserError, match="why"), experiment.open_folder(str(tmp_path / "run")):
         raise UserError("why")
 
 
 def test_one_resolved_configuration_reaches_all_parts(run, tmp_path):
     """The run folder keeps the configuration as it was given."""
-    parts = experiment.prepare(CONFIG, tmp_path, write=False)
+    parts = experiment.prepare(CONFIG, str(tmp_path), write=False)
     vocab_size = parts.dataset.tokenizers.source.vocab_size
     assert parts.config.model.source_vocab_size == vocab_size
     assert parts.model.config == parts.config.model

@@ -125,7 +125,10 @@ ONLY_IN = {
     "pyarrow": {"data.corpora.arrow_reader"},
     "tensorflow_datasets": {"data.corpora.tfds_reader"},
     "array_record": {"data.corpora.tfds_reader", "data.corpora.tfds_builder"},
-    "tensorboardX": {"training.reporting.metrics"},
+    "tensorboardX": {"training.reporting.trackers"},
+    "wandb": {"training.reporting.trackers"},
+    "mlflow": {"training.reporting.trackers"},
+    "trackio": {"training.reporting.trackers"},
     "tyro": {"cli"},
 }
 

@@ -84,7 +84,7 @@ def test_the_rate_is_a_tenth_of_the_best_and_divergence_ends_the_test(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("schedule", ["noam", "tensor2tensor", "one_cycle", "constant"])
+@pytest.mark.parametrize("schedule", ["noam", "tensor2tensor", "one_cycle", "cosine", "constant"])
 def test_the_schedule_has_the_suggested_peak(losses, trained_run, tmp_path, schedule):
     losses(valley)
     config = Run(trained_run).config

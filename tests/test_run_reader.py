@@ -6,10 +6,18 @@ import numpy as np
 import pytest
 
 from flaxformer_mt import Run
-from flaxformer_mt.config import CorpusConfig
+from flaxformer_mt.config import (
+    CorpusConfig,
+    DataConfig,
+    ExperimentConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainConfig,
+    TransformerConfig,
+)
 from flaxformer_mt.config.experiment import with_changes
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.run_reader import MetricRows
+from flaxformer_mt.run_reader import CheckpointScore, CheckpointScores, MetricRows
 
 
 def test_what_a_run_holds(trained_run):
@@ -58,6 +66,17 @@ def test_what_a_notebook_shows(trained_run, monkeypatch):
     assert table.count("<tr>") == 21
     assert "<td>–</td><td>12.5</td>" in table
     assert "the last 20 of 30 rows" in table
+    best = CheckpointScores([CheckpointScore(200, "loss", 2.5, True)])._repr_html_()
+    assert "<tr><td>step<td>metric<td>value<td>is_best<tr><td>200<td>loss<td>2.5<td>True" in best
+    assert run.checkpoints._repr_html_().count("<tr>") == 2
+    assert repr(run.model()) == f"<TrainedModel {str(trained_run)!r}, step 200>"
+    config = run.config
+    assert repr(config).startswith("ExperimentConfig(model=TransformerConfig(")
+    assert "d_model=32" in repr(config)
+    assert "label_smoothing" not in repr(config)
+    kinds = (DataConfig, OptimizerConfig, ParallelConfig, TrainConfig, TransformerConfig)
+    names = {kind.__name__: kind for kind in (ExperimentConfig, *kinds)}
+    assert eval(repr(config), names) == config
     attention = run.attention("seven kilometers", "sieben Kilometer")
     assert repr(attention) == "AttentionPicture('seven kilometers' -> 'sieben Kilometer')"
     assert attention._repr_html_().startswith("<iframe")

@@ -8,7 +8,8 @@ from unittest import mock
 
 import pytest
 
-from flaxformer_mt.training.reporting.metrics import JsonLinesWriter, TensorBoardWriter
+from flaxformer_mt.training.reporting.metrics import JsonLinesWriter
+from flaxformer_mt.training.reporting.trackers import TensorBoard, Trackers
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 START = 1_700_000_000
@@ -33,7 +34,8 @@ def run(tmp_path):
     """A run folder with REPORTS; the run was killed after step 200 and continued from step 100."""
 
     def write_events(reports):
-        writer = TensorBoardWriter(tmp_path / "tensorboard")
+        writer = Trackers([TensorBoard()], pytest.fail)
+        writer.tell("begin", tmp_path, {})
         for step, split, values, seconds in reports:
             with mock.patch("time.time", return_value=START + seconds):
                 writer.write(step, split, values)

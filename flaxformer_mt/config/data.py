@@ -40,7 +40,7 @@ class _WithColumns(Checked):
             yield "{columns}: must be two columns, the source and the target, such as 1 2"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class CorpusConfig(_WithColumns):
     """One of several corpora that are read together; empty fields default to those of `data`."""
 
@@ -75,7 +75,7 @@ class CorpusConfig(_WithColumns):
         return self.hold_out < 0 and not self.tag.strip()
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class DataConfig(_WithColumns):
     """Where sentence pairs come from, how they are filtered, tokenized and batched."""
 

@@ -16,7 +16,7 @@ SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "epsilon_cutoff")
 _TOKEN = "[0-9]{1,10}"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class DecodeConfig(Checked):
     """How translations are searched for, and which are allowed."""
 

@@ -15,7 +15,7 @@ from flaxformer_mt.config.train import TrainConfig
 from flaxformer_mt.errors import UserTypeError
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class ExperimentConfig(Checked):
     """Everything that defines a training run, apart from the folder that it is written to."""
 
@@ -161,7 +161,7 @@ RESUMABLE_FIELDS = frozenset(name for name, kind in CONTINUATIONS.items() if kin
 def changes(stored: ExperimentConfig, given: ExperimentConfig) -> dict[str, tuple[Any, Any]]:
     """Returns the JSON values, before and after, of options that are not free and differ."""
     resumable = RESUMABLE_FIELDS
-    if stored.optimizer.schedule == "one_cycle" and not stored.optimizer.total_steps:
+    if stored.optimizer.schedule_has_end and not stored.optimizer.total_steps:
         # The learning rate of every step depends on the number of steps.
         resumable = resumable - {"train.num_steps"}
     ours, theirs = _without_paths(stored), _without_paths(given)

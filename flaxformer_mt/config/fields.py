@@ -233,6 +233,14 @@ class Checked:
     _prefix = ""
     """Prefix of the names of fields in messages: "model."."""
 
+    def __repr__(self) -> str:
+        """The call that makes it, with the values that are not the defaults."""
+        config: Any = self
+        values = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(config)]
+        default = type(self)()
+        given = [f"{name}={value!r}" for name, value in values if value != getattr(default, name)]
+        return f"{type(self).__name__}({', '.join(given)})"
+
     def __post_init__(self) -> None:
         """Checks the type and the bounds of every field, and that values go together.
 

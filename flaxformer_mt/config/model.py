@@ -20,7 +20,7 @@ DOT_PRODUCT = "dot_product"
 """The `attention_kind` of the paper."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class TransformerConfig(Checked):
     """The encoder-decoder Transformer (Vaswani et al. 2017) and its published variants.
 

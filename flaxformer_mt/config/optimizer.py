@@ -7,7 +7,7 @@ from typing import Literal
 from flaxformer_mt.config.fields import Checked, FieldRole, option
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class OptimizerConfig(Checked):
     """The optimizer and its learning rate."""
 
@@ -16,23 +16,27 @@ class OptimizerConfig(Checked):
     matrices, and multiplies the learning rate by the root mean square of each parameter (T5: 1e-2);
     it has no beta1, beta2 and epsilon."""
     learning_rate: float = option(1e-3, FieldRole.TRAINING, above=0, limit=1e6)
-    """Peak learning rate of constant, inverse_square_root and one_cycle; factor of noam and
-    tensor2tensor."""
-    schedule: Literal["constant", "inverse_square_root", "noam", "tensor2tensor", "one_cycle"] = (
-        option("inverse_square_root", FieldRole.TRAINING)
-    )
+    """Factor of noam and tensor2tensor; peak learning rate of all other schedules."""
+    schedule: Literal[
+        "constant", "inverse_square_root", "noam", "tensor2tensor", "one_cycle", "linear", "cosine",
+        "warmup_stable_decay",
+    ] = option("inverse_square_root", FieldRole.TRAINING)  # fmt: skip
     """Learning rate at step t. inverse_square_root: linear up to the peak at w, then peak *
     sqrt(w/t); noam: factor * D^-0.5 * min(t^-0.5, t * w^-1.5); tensor2tensor: factor * D^-0.5 *
     min(1, t/w) * max(t, w)^-0.5; one_cycle: cosine up to the peak and down to nearly 0 at
-    total_steps."""
+    total_steps; linear, cosine: linear up to the peak at w, then down to 0 after total_steps;
+    warmup_stable_decay (WSD): the same, but the peak lasts until a linear decay."""
     warmup_steps: int = option(4000, FieldRole.TRAINING, lowest=0)
     """w: number of steps over which the learning rate rises; constant ignores it, one_cycle needs
     it."""
     warmup: float = option(0.0, FieldRole.TRAINING, lowest=0, below=1)
     """w as a share of total_steps, instead of warmup_steps: at most one of them is given."""
     total_steps: int = option(0, FieldRole.TRAINING, lowest=0)
-    """Length of a one_cycle schedule, and what warmup is a share of; 0 = train.num_steps, as it was
-    when the run began."""
+    """Length of one_cycle, linear, cosine and warmup_stable_decay, and what warmup is a share of; 0
+    = train.num_steps; for schedules without an end, as it was when the run began."""
+    decay: float = option(0.2, FieldRole.TRAINING, above=0, highest=1)
+    """Share of total_steps, at their end, over which warmup_stable_decay falls; other schedules
+    ignore it."""
     beta1: float = option(0.9, FieldRole.TRAINING, lowest=0, below=1)
     """Decay rate of Adam's first moment."""
     beta2: float = option(0.98, FieldRole.TRAINING, lowest=0, below=1)
@@ -45,6 +49,11 @@ class OptimizerConfig(Checked):
     """Clip gradients to this global norm; 0 = no clipping."""
 
     _prefix = "optimizer."
+
+    @property
+    def schedule_has_end(self) -> bool:
+        """Whether the learning rate of every step depends on `total_steps`."""
+        return self.schedule in ("one_cycle", "linear", "cosine", "warmup_stable_decay")
 
     def warmup_length(self, num_steps: int) -> int:
         """Returns w for a run of `num_steps` steps; a share is at least one and not all of them."""

@@ -7,7 +7,7 @@ from typing import Literal
 from flaxformer_mt.config.fields import Checked, FieldRole, option
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class ParallelConfig(Checked):
     """How batches and parameters are distributed over devices."""
 

@@ -17,7 +17,10 @@ TeacherForcedMetric: TypeAlias = Literal["seq2seq_acc", "teacher_forced_bleu"]
 """A metric of the tokens that are most probable after the reference's preceding tokens."""
 
 
-@dataclasses.dataclass(frozen=True)
+TrackerName: TypeAlias = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
 class TrainConfig(Checked):
     """Length of training, batches, loss, validation and checkpoints."""
 
@@ -55,6 +58,9 @@ class TrainConfig(Checked):
     less, and differs between kinds of devices, meshes and versions of XLA."""
     log_every: int = option(50, FieldRole.RUNNING, lowest=1)
     """Steps between reports of training metrics."""
+    trackers: tuple[TrackerName, ...] = option(("tensorboard",), FieldRole.RUNNING)
+    """Experiment trackers that get configuration, metrics, translations and devices, besides
+    metrics.jsonl. What is not online (docs/training.md) is written to the run folder."""
     profile_steps: str = option("", FieldRole.RUNNING)
     """A:B: write a trace of the steps A to B, both included and counted from 1, to the folder
     profile/ of the run; empty = none."""
@@ -114,6 +120,9 @@ class TrainConfig(Checked):
     init_from: str = option("", FieldRole.START)
     """Initial parameters: a run folder (its best checkpoint, and its vocabulary), or a .safetensors
     file written by `flaxformer-mt convert --to flaxformer_mt`."""
+    init_optimizer: bool = option(False, FieldRole.START)
+    """Take the moments of the optimizer, too, from the checkpoint of the run that init_from names,
+    where their shapes agree. The steps of the learning rate are counted anew."""
     freeze: tuple[str, ...] = option((), FieldRole.TRAINING)
     """Regular expressions; parameters whose path matches any of them are not trained: "encoder/",
     "embedding"."""
@@ -130,6 +139,8 @@ class TrainConfig(Checked):
         ):
             if getattr(self, name) and getattr(self, other):
                 yield f"{{{name}}} cannot be used with train.{other}: set it to 0"
+        if self.init_optimizer and not self.init_from:
+            yield "{init_optimizer} needs train.init_from, the run that has the optimizer"
         if self.profile_steps and not self.profiled_steps:
             yield (
                 f"train.profile_steps={shown(self.profile_steps)}: must be A:B, the numbers of the "

@@ -45,6 +45,7 @@ from flaxformer_mt.training.objective import UserObjective, name_of
 from flaxformer_mt.training.reporting.callbacks import Callback, Callbacks
 from flaxformer_mt.training.reporting.console import print_labelled
 from flaxformer_mt.training.reporting.metrics import Writer
+from flaxformer_mt.training.reporting.trackers import Tracker
 
 
 def train(
@@ -54,7 +55,7 @@ def train(
     objective: UserObjective | None = None,
     frozen: Any = None,
     callbacks: Sequence[Callback] = (),
-    writers: Sequence[Writer] = (),
+    writers: Sequence[Writer | Tracker] = (),
     console: Console | None = None,
     interruption: Interruption | None = None,
     accept_changes: bool = False,
@@ -88,7 +89,8 @@ def train(
       frozen: a tree that the objective reads and that is not trained; sharded like parameters.
       callbacks: functions, called in their order as `callback(step, split, metrics)` with what the
         writers get; of several processes, in the first. They return True to stop.
-      writers: receive the metrics as well, such as those of a tracker; see `metrics.Writer`.
+      writers: receive the metrics as well; see `metrics.Writer`, and `trackers.Tracker` for those
+        that get configuration and translations, too.
       console: prints the progress; by default to standard output.
       interruption: stops training in an orderly way, and saves; by default Ctrl-C and SIGTERM do,
         if this is the main thread.
@@ -121,7 +123,7 @@ def train(
         print_labelled(experiment.report(), console)
         given = contextlib.nullcontext(interruption)
         with given if interruption else handle_signals() as handled:
-            all_writers = [*default_writers(folder, console), *writers]
+            all_writers = [*default_writers(config.train, folder, console), *writers]
             fit(experiment, folder, console, handled, all_writers, callbacks)
         if experiment.dataset.test is not None:
             print_test(experiment, folder, experiment.dataset.test, console)

@@ -76,11 +76,11 @@ def require_effects(config: ExperimentConfig) -> None:
             "or give an objective that reads Batch.alignment"
         )
     optimizer = config.optimizer
-    if optimizer.total_steps and optimizer.schedule != "one_cycle" and not optimizer.warmup:
+    if optimizer.total_steps and not optimizer.schedule_has_end and not optimizer.warmup:
         raise UserError(
             f"optimizer.total_steps={optimizer.total_steps} has no effect with "
-            f"optimizer.schedule={optimizer.schedule}: it is the length of one_cycle, and what "
-            "optimizer.warmup is a share of"
+            f"optimizer.schedule={optimizer.schedule}: it is the length of schedules that have an "
+            "end, and what optimizer.warmup is a share of"
         )
     rates = (
         model.dropout_rate, model.embedding_dropout, model.attention_dropout_rate,

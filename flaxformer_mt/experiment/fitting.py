@@ -10,6 +10,7 @@ import jax
 from rich.console import Console
 
 from flaxformer_mt import distributed
+from flaxformer_mt.config import TrainConfig, to_dict
 from flaxformer_mt.data.dataset import EvaluationSet
 from flaxformer_mt.decoding.translator import into_languages
 from flaxformer_mt.errors import UserError
@@ -19,15 +20,16 @@ from flaxformer_mt.interruption import Interrupted, Interruption
 from flaxformer_mt.memory_limits import explained_exhaustion
 from flaxformer_mt.runs import changes
 from flaxformer_mt.runs.checkpoint import Checkpoints, restore_params
-from flaxformer_mt.runs.layout import METRICS, TENSORBOARD
+from flaxformer_mt.runs.layout import METRICS
 from flaxformer_mt.standard_output import BestEffortOutput
 from flaxformer_mt.training import loop
 from flaxformer_mt.training.devices import place
 from flaxformer_mt.training.parameters import Params
 from flaxformer_mt.training.reporting.callbacks import Callback, Callbacks
 from flaxformer_mt.training.reporting.console import ConsoleWriter, Sample, print_labelled
-from flaxformer_mt.training.reporting.metrics import JsonLinesWriter, TensorBoardWriter, Writer
+from flaxformer_mt.training.reporting.metrics import JsonLinesWriter, Writer
 from flaxformer_mt.training.reporting.progress import Progress
+from flaxformer_mt.training.reporting.trackers import BY_NAME, Tracker, Trackers, system_facts
 from flaxformer_mt.training.state import TrainState
 
 _LESS_MEMORY = (
@@ -37,30 +39,35 @@ _LESS_MEMORY = (
 
 
 def make_console(file: BestEffortOutput | None = None) -> Console:
-    """Returns a console for the progress of a run; quiet in all processes but the first."""
+    """Returns a console for the progress of a run; quiet in all processes but the first.
+
+    In a notebook it prints plain lines, which become one output: Rich would show each line as an
+    output of its own, and take it for a terminal, whose moving lines it cannot show.
+    """
+    is_notebook = Console().is_jupyter
     return Console(
         file=cast(TextIO, file),
         highlight=False,
         markup=False,
+        force_jupyter=False,
+        force_terminal=False if is_notebook else None,
         soft_wrap=True,
         quiet=not distributed.is_main(),
     )
 
 
-def default_writers(workdir: Path, console: Console) -> list[Writer]:
-    """Returns the writers of `metrics.jsonl` and of TensorBoard's files."""
-    return [
-        JsonLinesWriter(workdir / METRICS, console.print),
-        TensorBoardWriter(workdir / TENSORBOARD),
-    ]
+def default_writers(config: TrainConfig, workdir: Path, console: Console) -> list[Writer | Tracker]:
+    """Returns the writer of `metrics.jsonl`, and the trackers of a configuration."""
+    chosen = [BY_NAME[name]() for name in dict.fromkeys(config.trackers)]
+    return [JsonLinesWriter(workdir / METRICS, console.print), *chosen]
 
 
 def fit(
     experiment: Experiment,
-    workdir: Path,
+    workdir: str | Path,
     console: Console | None = None,
     interruption: Interruption | None = None,
-    writers: Sequence[Writer] | None = None,
+    writers: Sequence[Writer | Tracker] | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> None:
     """Trains from the newest checkpoint, or from the start, and writes checkpoints and metrics.
@@ -69,16 +76,22 @@ def fit(
     console comes in addition.
     """
     config, console = experiment.config.train, console or make_console()
+    workdir = Path(workdir)
     display = ConsoleWriter(
         config.num_steps, console, experiment.dataset.training.batches_per_epoch
     )
     if writers is None:
-        writers = default_writers(workdir, console)
+        writers = default_writers(config, workdir, console)
+    is_main, devices = distributed.is_main(), experiment.devices.devices
+    own = [each for each in writers if isinstance(each, Tracker) and is_main]
+    tracking = Trackers(own, console.print)
+    untracked = [each for each in writers if not isinstance(each, Tracker)]
 
     def validated(params: Params, step: int) -> dict[str, Any]:
         display.validating()
         metrics, samples = experiment.validation.validate(params)
         display.translated(samples)
+        tracking.tell("translated", step, samples)
         return metrics
 
     several = jax.process_count() > 1
@@ -93,7 +106,7 @@ def fit(
         history = changes.read(workdir)
         pending = [] if latest is None else [each for each in history if each["step"] >= latest]
         if latest is None:
-            state = experiment.initial_state()
+            state = experiment.initial_state(console.print)
         else:
             earlier = changes.before(experiment.config, pending) if pending else None
             state = experiment.abstract_state(earlier)
@@ -115,6 +128,8 @@ def fit(
             else interruption.deferred(distributed.agree if several else None, config.log_every)
         ) as is_interrupted:
             try:
+                facts = to_dict(experiment.config) | {"system": system_facts(devices)}
+                tracking.tell("begin", workdir, facts)
                 loop.train(
                     state,
                     train_step=train_step,
@@ -122,9 +137,9 @@ def fit(
                     evaluate=validated,
                     schedule=experiment.schedule,
                     checkpointer=checkpointer,
-                    writers=[*writers, display, watching] if distributed.is_main() else (),
+                    writers=[*untracked, tracking, display, watching] if is_main else (),
                     config=config,
-                    devices=experiment.devices.devices,
+                    devices=devices,
                     # Both are asked after every step, because processes have to agree on each.
                     should_stop=lambda step: any(
                         [is_interrupted(step), watching.should_stop(step)]
@@ -156,7 +171,7 @@ def _announced(
 
 
 def evaluate_test(
-    experiment: Experiment, workdir: Path, show_progress: bool = False
+    experiment: Experiment, workdir: str | Path, show_progress: bool = False
 ) -> tuple[int, list[str], dict[str, Any]]:
     """Evaluates the best checkpoint on the test corpus, and writes the metrics.
 
@@ -177,7 +192,7 @@ def evaluate_test(
         hypotheses = validation.translate(params, sentences, show_progress)
         metrics |= validation.quality(hypotheses, references)
     if distributed.is_main():
-        JsonLinesWriter(workdir / METRICS).write(step, "test", metrics)
+        JsonLinesWriter(Path(workdir, METRICS)).write(step, "test", metrics)
     return step, hypotheses, metrics
 
 

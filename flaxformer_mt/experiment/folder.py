@@ -16,7 +16,7 @@ from flaxformer_mt.runs.layout import CONFIG, METRICS
 
 
 @contextlib.contextmanager
-def open_folder(workdir: Path, announce: Callable[[str], None] = print) -> Iterator[Path]:
+def open_folder(workdir: str | Path, announce: Callable[[str], None] = print) -> Iterator[Path]:
     """Creates and locks a run folder; removes a new one if no run was written to it.
 
     So, too, if the run was refused before it trained: the corrected command then starts anew.
@@ -24,6 +24,7 @@ def open_folder(workdir: Path, announce: Callable[[str], None] = print) -> Itera
     Raises:
       UserError: another process trains there, or the folder cannot be written to.
     """
+    workdir = Path(workdir)
     if not distributed.is_main():
         yield workdir
         return

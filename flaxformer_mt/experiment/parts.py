@@ -1,5 +1,6 @@
 """The parts of an experiment: model, objective, optimizer, devices, steps and data."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,7 +26,13 @@ from flaxformer_mt.training.parameters import Params, describe
 from flaxformer_mt.training.sharding import check_rules
 from flaxformer_mt.training.state import TrainState, create_state
 from flaxformer_mt.training.step import train_step
-from flaxformer_mt.training.warm_start import load_parameters, load_teacher, start_from
+from flaxformer_mt.training.warm_start import (
+    load_moments,
+    load_parameters,
+    load_teacher,
+    start_from,
+    with_moments,
+)
 
 
 def _state_maker(
@@ -118,20 +125,27 @@ class Experiment:
             yield "step", f"one compilation for {rows}: {cost}"
 
     @functools.cache  # noqa: B019  (an experiment lives as long as the program)
-    def load_given_parameters(self) -> Params | None:
-        """Loads the parameters that `train.init_from` names, if any, onto the host."""
-        if not self.config.train.init_from:
-            return None
-        return load_parameters(
-            self.config.train.init_from, self.config.model, self.state_shapes.params
-        )
+    def load_start(self) -> tuple[Params | None, dict[str, Any]]:
+        """Loads the parameters, and moments, of `train.init_from`, if any, onto the host."""
+        train = self.config.train
+        if not train.init_from:
+            return None, {}
+        params = load_parameters(train.init_from, self.config.model, self.state_shapes.params)
+        return params, load_moments(train.init_from) if train.init_optimizer else {}
 
-    def initial_state(self) -> TrainState:
+    def initial_state(self, announce: Callable[[str], None] = print) -> TrainState:
         """Creates the state before the first step, on the devices."""
         mesh, rules = self.devices.mesh, self.devices.rules
         state = devices.create(self.make_state, mesh, seed=self.config.train.seed, rules=rules)
-        params = self.load_given_parameters()
-        return state if params is None else start_from(state, params, mesh, rules)
+        params, moments = self.load_start()
+        if params is not None:
+            state = start_from(state, params, mesh, rules)
+        if moments:
+            opt_state, differing = with_moments(state.opt_state, moments)
+            state = dataclasses.replace(state, opt_state=opt_state)
+            new = f"; these begin anew: {', '.join(differing)}" if differing else ""
+            announce(f"the optimizer's moments are those of {self.config.train.init_from}{new}")
+        return state
 
     def abstract_state(self, config: ExperimentConfig | None = None) -> TrainState:
         """Returns the shapes, dtypes and shardings of the state, to restore a checkpoint into.

@@ -22,7 +22,7 @@ from flaxformer_mt.training.warm_start import require_parameters, require_vocabu
 
 def prepare(
     given: ExperimentConfig,
-    workdir: Path,
+    workdir: str | Path,
     *,
     cache_folder: Path | None = None,
     write: bool = True,
@@ -43,6 +43,7 @@ def prepare(
       frozen: as of `train`.
       accept_changes: as of `train`.
     """
+    workdir = Path(workdir)
     if not distributed.is_main():
         distributed.barrier("data")
         if write:
@@ -90,7 +91,7 @@ def prepare(
         config = run_folder.with_first_schedule(workdir, config)
     experiment = Experiment(config, dataset, objective, frozen)
     if not continued:
-        experiment.load_given_parameters()  # Errors are raised before anything is written.
+        experiment.load_start()  # Errors are raised before anything is written.
     if distributed.is_main():
         if not continued:
             held_out = [*corpora["valid"], *corpora["test"]]

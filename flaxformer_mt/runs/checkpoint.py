@@ -296,6 +296,7 @@ def restore_params(
     run_folder: str | Path,
     checkpoint: CheckpointSelector = "best",
     check: Callable[[Shapes], None] | None = None,
+    item: str | None = None,
 ) -> tuple[int, dict[str, Any]]:
     """Restores parameters only, onto one device; of a run with a moving average, that.
 
@@ -307,6 +308,7 @@ def restore_params(
       checkpoint: which of its checkpoints.
       check: raises `UserError` if the shapes of the parameters, by path, are not those of the
         model. Without it they may be any that files of such a size can have.
+      item: another item of the checkpoint to restore instead, such as `TRAINING`.
 
     Returns:
       The checkpoint's step, and its parameters as nested dicts of arrays.
@@ -323,7 +325,7 @@ def restore_params(
             if not is_there:
                 continue  # Training has removed it in the meantime.
             try:
-                return step, _restore_params(path, run_id, check)
+                return step, _restore_params(path, run_id, check, item)
             except Exception:
                 # So has it here, on a file system without locks.
                 if path.is_dir():
@@ -331,22 +333,23 @@ def restore_params(
 
 
 def _restore_params(
-    path: Path, run_id: str | None, check: Callable[[Shapes], None] | None
+    path: Path, run_id: str | None, check: Callable[[Shapes], None] | None, item: str | None = None
 ) -> dict[str, Any]:
     cause = damage(path)
     if cause:
         raise UserError(f"{path} is damaged: {cause}; {step_folders.advice(path)}")
     step_folders.check_run(step_folders.read_record(path), path, run_id)
-    name = EMA if (path / EMA).is_dir() else PARAMS
+    name = item or (EMA if (path / EMA).is_dir() else PARAMS)
     if not (path / name).is_dir():
-        raise UserError(f"{path} has no parameters: its state has no member {PARAMS!r}")
+        missing = "parameters" if name == PARAMS else "state of an optimizer"
+        raise UserError(f"{path} has no {missing}: its state has no member {name!r}")
     with _reading(path), _own_checkpointer() as orbax:
         stored = orbax.metadata(path).item_metadata[name].tree
         with prefixed(f"{path}: "):
             (check or functools.partial(_check_size, path / name))(_shapes(stored))
         _check_chunks(path, stored)
         for each, leaf in _named(stored):
-            if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            if not item and not jnp.issubdtype(leaf.dtype, jnp.floating):
                 raise UserError(f"{path}: damaged: {each} has values of {leaf.dtype}")
         sharding = SingleDeviceSharding(jax.local_devices()[0])
         template = jax.tree.map(

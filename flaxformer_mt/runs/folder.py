@@ -220,7 +220,8 @@ def _require_no_remains(workdir: Path) -> None:
 
 _NEW_START = (
     "or another --workdir, for a new run: --train.init-from={} starts it from these parameters if "
-    "they fit, and begins steps, optimizer and data anew"
+    "they fit, --train.init-optimizer from the optimizer's moments, too, and steps and data begin "
+    "anew"
 )
 _ACCEPT = (
     "--accept-changes to go on with the new ones after the newest checkpoint (no uninterrupted run "
@@ -296,10 +297,11 @@ def with_stored_start(workdir: Path, experiment: ExperimentConfig) -> Experiment
 def with_first_schedule(workdir: Path, experiment: ExperimentConfig) -> ExperimentConfig:
     """Returns the configuration with the schedule that the run began with, if it has more steps.
 
-    The warm-up of a run that is continued with another number of steps does not change.
+    The warm-up of a run that is continued with another number of steps does not change. A schedule
+    that has an end does: the number is then an accepted change.
     """
-    first = data_file.read(workdir).get(data_file.CONFIG)
-    if first is None or not experiment.optimizer.warmup or experiment.optimizer.total_steps:
+    first, optimizer = data_file.read(workdir).get(data_file.CONFIG), experiment.optimizer
+    if first is None or not optimizer.warmup or optimizer.total_steps or optimizer.schedule_has_end:
         return experiment
     steps = configuration.from_dict(first).train.num_steps
     return with_changes(experiment, {"optimizer": {"total_steps": steps}})

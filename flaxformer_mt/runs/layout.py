@@ -15,6 +15,8 @@ METRICS = "metrics.jsonl"
 """One JSON object per line, with `step`, `split` and metrics."""
 TENSORBOARD = "tensorboard"
 """Folder of the same metrics as event files."""
+TRACKERS = "trackers"
+"""Folder of the files of other experiment trackers."""
 PROFILE = "profile"
 """Folder of traces, one folder per range of steps; may be deleted."""
 CACHE = "cache"
@@ -39,7 +41,7 @@ PROGRESS = "progress.json"
 MANIFEST = "manifest.json"
 """Size and SHA-256 of every other file; written last."""
 
-CONTENT = frozenset(
-    {CONFIG, DATA, TOKENIZER, METRICS, TENSORBOARD, CACHE, LOCK, ORIGIN, CHECKPOINTS}
-)
+CONTENT = frozenset({
+    CONFIG, DATA, TOKENIZER, METRICS, TENSORBOARD, TRACKERS, CACHE, LOCK, ORIGIN, CHECKPOINTS,
+})  # fmt: skip
 """What a command must not write its output to."""

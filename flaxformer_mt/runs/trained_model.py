@@ -46,6 +46,9 @@ class TrainedModel:
     folder: Path = Path()
     """The run folder that it was loaded from."""
 
+    def __repr__(self) -> str:
+        return f"<TrainedModel {str(self.folder)!r}, step {self.step:,}>"
+
     @property
     def model(self) -> TransformerConfig:
         """The configuration of the Transformer, with the vocabulary sizes filled in."""

@@ -20,7 +20,8 @@ from flaxformer_mt.training.sharding import path_name
 def make_schedule(config: OptimizerConfig, d_model: int, num_steps: int) -> optax.Schedule:
     r"""Returns the learning rate schedule of a configuration for D = `d_model`.
 
-    With r = `learning_rate` and w = `warmup_length` (0 counts as 1), the rate of update t is
+    With r = `learning_rate`, w = `warmup_length` (0 counts as 1) and N = `total_steps`, by default
+    the `num_steps` of the run, the rate of update t is
 
     - inverse_square_root: :math:`r \min(t / w, \sqrt{w / t})`, of Ott et al. 2019 (fairseq), which
       starts at t = 0;
@@ -30,38 +31,65 @@ def make_schedule(config: OptimizerConfig, d_model: int, num_steps: int) -> opta
       (`linear_warmup * rsqrt_decay * rsqrt_hidden_size`), with r = 2 there and in `tunz`;
     - one_cycle: a cosine from r/25 to r, the rate after w updates, then one to r/250,000: Smith and
       Topin 2018, with cosines and constants as in fastai (and `annotated_wide_heads`), where w is
-      0.3 of all steps. It ends after `total_steps`, by default the `num_steps` of the run.
+      0.3 of all steps. It ends after N;
+    - linear: :math:`r \min(t / w, u)`, u = (N + 1 - t) / (N - `warmup_length`), and 0 after N;
+    - cosine: :math:`r \min(t / w, (1 - \cos \pi u) / 2)`, Loshchilov and Hutter 2017, without
+      restarts;
+    - warmup_stable_decay: :math:`r \min(t / w, 1, (N + 1 - t) / (d N))` with d = `decay`, Hu et al.
+      2024 (MiniCPM), with the linear decay of Hägele et al. 2024.
+
+    After the warm-up, the last three are those of Hugging Face Transformers.
 
     Returns:
       A function of the number of updates made (int32) to the rate of the next one (a scalar in
       JAX's default float).
 
     Raises:
-      UserError: the warm-up is not shorter than one cycle.
+      UserError: the warm-up, and the decay, are longer than a schedule that has an end.
     """
     rate, warmup = config.learning_rate, config.warmup_length(num_steps)
     w = max(warmup, 1)
     if config.schedule == "constant":
         return optax.constant_schedule(rate)
+    total = config.total_steps or num_steps
+    if config.schedule_has_end:
+        _require_space(config, warmup, total)
     if config.schedule == "one_cycle":
-        return _one_cycle(rate, warmup, config.total_steps or num_steps)
+        return _one_cycle(rate, warmup, total)
     by_width = rate * d_model**-0.5
+
+    def left(t: Array, length: float) -> Array:
+        """1 at the start of a decay of some length that ends with the schedule, 0 after it."""
+        return jnp.clip((total + 1 - t) / length, 0, 1)
+
     formulas: dict[str, Callable[[Array], Array]] = {
         "inverse_square_root": lambda t: rate * jnp.minimum(t / w, jnp.sqrt(w / t)),
         "noam": lambda t: by_width * jnp.minimum(t**-0.5, t * w**-1.5),
         "tensor2tensor": lambda t: by_width * jnp.minimum(1, t / w) * jnp.maximum(t, w) ** -0.5,
+        "linear": lambda t: rate * jnp.minimum(t / w, left(t, total - warmup)),
+        "cosine": lambda t: (
+            rate * jnp.minimum(t / w, (1 - jnp.cos(jnp.pi * left(t, total - warmup))) / 2)
+        ),
+        "warmup_stable_decay": lambda t: rate * jnp.minimum(t / w, left(t, config.decay * total)),
     }
     formula = formulas[config.schedule]
     return lambda count: formula(jnp.asarray(count, float) + 1)
 
 
-def _one_cycle(peak: float, warmup_steps: int, total_steps: int) -> optax.Schedule:
-    if not 0 < warmup_steps < total_steps:
+def _require_space(config: OptimizerConfig, warmup_steps: int, total_steps: int) -> None:
+    """Raises `UserError` if a schedule with an end has no steps for its parts."""
+    decay = config.decay * total_steps if config.schedule == "warmup_stable_decay" else 1
+    lowest = 1 if config.schedule == "one_cycle" else 0
+    if not lowest <= warmup_steps <= total_steps - decay:
         raise UserError(
-            f"optimizer.warmup_steps={warmup_steps} must lie between 0 and the {total_steps} steps "
-            "of optimizer.schedule=one_cycle; 0.3 of them is usual. To train only the first steps "
-            "of a longer cycle, set optimizer.total_steps to its length"
+            f"optimizer.warmup_steps={warmup_steps} must be at least {lowest}, and leave {decay:g} "
+            f"of {total_steps} steps to the decay of optimizer.schedule={config.schedule}: give "
+            "optimizer.warmup, a share of them, or the length of a longer schedule, of which only "
+            "the first steps are trained, as optimizer.total_steps"
         )
+
+
+def _one_cycle(peak: float, warmup_steps: int, total_steps: int) -> optax.Schedule:
     schedule = _with_standard_promotion(
         optax.piecewise_interpolate_schedule(
             "cosine", peak / 25, {warmup_steps: 25, total_steps: 1 / 250_000}

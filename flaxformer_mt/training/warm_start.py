@@ -1,11 +1,13 @@
 """What a run takes from trained models: initial parameters, their vocabulary, a teacher."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
 
@@ -18,9 +20,11 @@ from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.runs import parameter_file
 from flaxformer_mt.runs.checkpoint import restore_params
 from flaxformer_mt.runs.folder import read_config, read_tokenizers, require_run
+from flaxformer_mt.runs.layout import TRAINING
 from flaxformer_mt.runs.trained_model import load_run
 from flaxformer_mt.training.devices import Rules, place
 from flaxformer_mt.training.parameters import Params
+from flaxformer_mt.training.sharding import path_name
 from flaxformer_mt.training.state import TrainState
 
 # Trained parameters fit, and mean the same, only where these fields are equal.
@@ -130,6 +134,52 @@ def start_from(state: TrainState, params: Params, mesh: Mesh, rules: Rules = ())
     # Placed twice: a step donates its arguments, so the average needs its own arrays.
     average = None if state.ema is None else place(params, mesh, rules)
     return dataclasses.replace(state, params=place(params, mesh, rules), ema=average)
+
+
+def load_moments(init_from: str) -> dict[str, np.ndarray]:
+    """Loads the optimizer's state of the run that `train.init_from` names, by `_moment_name`.
+
+    Raises:
+      UserError: its best checkpoint cannot be read, or holds parameters only.
+    """
+    with prefixed(f"train.init_optimizer, of {init_from}: "):
+        state = restore_params(init_from, "best", item=TRAINING)[1]
+    leaves = jax.tree_util.tree_leaves_with_path(state.get("opt_state"))
+    return {_moment_name(path): np.asarray(leaf) for path, leaf in leaves}
+
+
+def with_moments(
+    opt_state: optax.OptState, moments: Mapping[str, np.ndarray]
+) -> tuple[optax.OptState, list[str]]:
+    """Returns a placed initial state of an optimizer with other moments where the shapes agree.
+
+    The count of Adam's bias correction is one of them; that of the schedule begins anew. Also
+    returns the names and shapes of what differs, and begins anew as well.
+    """
+
+    def is_schedule(node: Any) -> bool:
+        return isinstance(node, optax.ScaleByScheduleState)
+
+    differing: list[str] = []
+
+    def choose(path: Any, leaf: Any) -> Any:
+        name = _moment_name(path)
+        there = moments.get(name)
+        if is_schedule(leaf):
+            return leaf
+        if there is None or there.shape != leaf.shape:
+            differing.append(f"{name} ({_shape(there)} there, {_shape(leaf)} here)")
+            return leaf
+        own = np.array(there, leaf.dtype)
+        return jax.make_array_from_callback(own.shape, leaf.sharding, lambda index: own[index])
+
+    chosen = jax.tree_util.tree_map_with_path(choose, opt_state, is_leaf=is_schedule)
+    return chosen, differing
+
+
+def _moment_name(path: Any) -> str:
+    """Names a leaf by its path without the positions in chains of transformations: "mu/..."."""
+    return "/".join(part for part in path_name(path).split("/") if not part.isdigit())
 
 
 def _check_fields(theirs: TransformerConfig, ours: TransformerConfig) -> None:

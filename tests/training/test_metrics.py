@@ -5,11 +5,10 @@ import os
 
 import jax.numpy as jnp
 import pytest
-from tensorboardX.proto.event_pb2 import Event
 
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs.metrics_file import format_line, read_metrics
-from flaxformer_mt.training.reporting.metrics import JsonLinesWriter, TensorBoardWriter, validate
+from flaxformer_mt.training.reporting.metrics import JsonLinesWriter, validate
 
 
 def write_lines(path, *steps):
@@ -131,53 +130,7 @@ def test_json_lines_are_not_read_from_a_pipe(tmp_path):
         JsonLinesWriter(tmp_path / "metrics.jsonl").rewind(2)
 
 
-@pytest.mark.parametrize("writer", [JsonLinesWriter, TensorBoardWriter])
-def test_what_cannot_be_written_is_said(tmp_path, writer):
+def test_what_cannot_be_written_is_said(tmp_path):
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(UserError, match=r"file/metrics cannot be written: Not a directory"):
-        writer(tmp_path / "file" / "metrics").write(1, "train", {"loss": 1.0})
-
-
-def events_of(folder):
-    """(step, split/figure) of each number, and ("start", step) where TensorBoard is to forget."""
-    events = []
-    for path in sorted(folder.iterdir(), key=lambda path: path.name.rpartition(".")[2]):
-        data = path.read_bytes()
-        while data:  # length, checksum, event, checksum
-            size = int.from_bytes(data[:8], "little")
-            event = Event.FromString(data[12 : 12 + size])
-            data = data[16 + size :]
-            if event.HasField("session_log"):
-                events.append(("start", event.step))
-            events += [(event.step, value.tag) for value in event.summary.value]
-    return events
-
-
-def test_tensorboard_gets_the_numbers(tmp_path):
-    writer = TensorBoardWriter(tmp_path)
-    writer.rewind(3)
-    writer.write(5, "valid", {"bleu": 30.0, "bleu_signature": "x"})
-    writer.close()
-    assert events_of(tmp_path) == [("start", 4), (5, "valid/bleu")]
-
-
-def test_tensorboard_forgets_what_a_run_goes_back_behind(tmp_path):
-    writer = TensorBoardWriter(tmp_path)
-    writer.rewind(0)
-    writer.write(5, "train", {"loss": 3.0})
-    writer.rewind(2)
-    writer.close()
-    again = TensorBoardWriter(tmp_path)
-    again.rewind(2)
-    again.write(3, "train", {"loss": 4.0})
-    again.close()
-    assert events_of(tmp_path) == [
-        ("start", 1), (5, "train/loss"), ("start", 3), ("start", 3), (3, "train/loss"),
-    ]  # fmt: skip
-
-
-def test_a_writer_without_metrics_leaves_no_file(tmp_path):
-    writer = TensorBoardWriter(tmp_path / "tensorboard")
-    writer.rewind(0)
-    writer.close()
-    assert not list(tmp_path.iterdir())
+        JsonLinesWriter(tmp_path / "file" / "metrics").write(1, "train", {"loss": 1.0})

@@ -1,5 +1,7 @@
 """Schedules and updates, compared with the published formulas and the optimizers of PyTorch."""
 
+import math
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,12 @@ import optax
 import pytest
 import torch
 from flax.traverse_util import flatten_dict
-from transformers import Adafactor
+from transformers import (
+    Adafactor,
+    get_cosine_schedule_with_warmup,
+    get_linear_schedule_with_warmup,
+    get_wsd_schedule,
+)
 
 from flaxformer_mt.config import ExperimentConfig, OptimizerConfig
 from flaxformer_mt.config.experiment import with_changes
@@ -23,6 +30,13 @@ RATES = {
     "noam": lambda t: published.noam_rate(t, 2.0, D, WARMUP),
     "tensor2tensor": lambda t: published.tensor2tensor_rate(t, 2.0, D, WARMUP),
     "one_cycle": lambda t: published.one_cycle_rate(t, 2.0, WARMUP, STEPS),
+    "linear": lambda t: 2.0 * min(t / WARMUP, (STEPS + 1 - t) / (STEPS - WARMUP)),
+    "cosine": lambda t: (
+        2.0 * t / WARMUP
+        if t < WARMUP
+        else 1 + math.cos(math.pi * max(t - 1 - WARMUP, 0) / (STEPS - WARMUP))
+    ),
+    "warmup_stable_decay": lambda t: 2.0 * min(t / WARMUP, 1, (STEPS + 1 - t) / (0.2 * STEPS)),
 }
 
 
@@ -39,6 +53,41 @@ def test_schedules_are_the_published_ones(name, float64):
         np.testing.assert_allclose(ours, expected, atol=2e-7)
     else:
         np.testing.assert_allclose(ours, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine", "warmup_stable_decay"])
+def test_decays_are_those_of_optax_and_transformers(name, float64):
+    """After the warm-up, in which Transformers counts from 0."""
+    make = {
+        "linear": lambda optimizer: get_linear_schedule_with_warmup(optimizer, WARMUP, STEPS),
+        "cosine": lambda optimizer: get_cosine_schedule_with_warmup(optimizer, WARMUP, STEPS),
+        "warmup_stable_decay": lambda optimizer: get_wsd_schedule(
+            optimizer, WARMUP, STEPS // 5, STEPS, decay_type="linear"
+        ),
+    }
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=2.0)
+    schedule, theirs = make[name](optimizer), []
+    for _ in range(STEPS + 1):
+        theirs.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    length = STEPS - WARMUP
+    decay = {
+        "linear": optax.linear_schedule(2.0, 0.0, length, transition_begin=WARMUP),
+        "cosine": lambda count: optax.cosine_decay_schedule(2.0, length)(count - WARMUP),
+        "warmup_stable_decay": optax.linear_schedule(
+            2.0, 0.0, STEPS // 5, transition_begin=STEPS - STEPS // 5
+        ),
+    }[name]
+    ours = make_schedule(config(schedule=name), D, STEPS)
+    rates = [float(ours(jnp.int32(count))) for count in range(STEPS + 1)]
+    np.testing.assert_allclose(rates[WARMUP:], theirs[WARMUP:], rtol=1e-12, atol=1e-15)
+    np.testing.assert_allclose(rates[: WARMUP - 1], theirs[1:WARMUP], rtol=1e-12)
+    with jax.numpy_dtype_promotion("standard"):
+        of_optax = [float(decay(count)) for count in range(WARMUP, STEPS + 1)]
+    np.testing.assert_allclose(rates[WARMUP:], of_optax, rtol=1e-5, atol=1e-6)
+    assert rates[-1] == 0 < min(rates[:-1])
+    assert float(ours(jnp.int32(2 * STEPS))) == 0
 
 
 def test_the_first_update_has_a_rate():
@@ -59,6 +108,28 @@ def test_no_warm_up_starts_at_the_peak(name):
 def test_one_cycle_needs_its_peak_inside(warmup):
     with pytest.raises(UserError, match=r"optimizer\.warmup_steps"):
         make_schedule(OptimizerConfig(schedule="one_cycle", warmup_steps=warmup), D, STEPS)
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine", "warmup_stable_decay"])
+def test_a_decay_needs_steps_after_the_warm_up(name):
+    shortest = STEPS - (10 if name == "warmup_stable_decay" else 1)
+    for warmup in (0, shortest):
+        settings = OptimizerConfig(schedule=name, warmup_steps=warmup)
+        rates = [float(make_schedule(settings, D, STEPS)(count)) for count in range(STEPS)]
+        assert max(rates) == pytest.approx(1e-3)
+    settings = OptimizerConfig(schedule=name, warmup_steps=shortest + 1)
+    with pytest.raises(UserError, match=rf"={shortest + 1} must .* leave {STEPS - shortest} of"):
+        make_schedule(settings, D, STEPS)
+
+
+def test_the_whole_schedule_may_be_a_decay():
+    settings = OptimizerConfig(
+        schedule="warmup_stable_decay", warmup_steps=0, decay=1.0, learning_rate=1.0
+    )
+    linear = OptimizerConfig(schedule="linear", warmup_steps=0, learning_rate=1.0)
+    for count in range(STEPS):
+        expected = float(make_schedule(linear, D, STEPS)(count))
+        assert float(make_schedule(settings, D, STEPS)(count)) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("total_steps", [0, 2 * STEPS])

@@ -15,13 +15,15 @@ from flaxformer_mt.config import DataConfig, ExperimentConfig, TrainConfig, to_d
 from flaxformer_mt.data.corpora.corpus import load_corpus
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.runs.checkpoint import Checkpoints
+from flaxformer_mt.runs.checkpoint import Checkpoints, write_params
 from flaxformer_mt.runs.folder import read_tokenizers
 from flaxformer_mt.training.warm_start import (
+    load_moments,
     load_parameters,
     require_vocabulary,
     start_from,
     tokenizer_path,
+    with_moments,
 )
 
 
@@ -161,3 +163,75 @@ def test_parameters_of_another_vocabulary_are_refused(trained_run, tmp_path):
     assert other.source.vocab_size == size
     with pytest.raises(UserError, match=r"init_from=.* has another source vocabulary than"):
         require_vocabulary(str(trained_run), other)
+
+
+def write_run(folder, tiny, state):
+    folder.mkdir()
+    (folder / "config.json").write_text(to_json(tiny.experiment), encoding="utf-8")
+    with Checkpoints(folder) as checkpointer:
+        checkpointer.save(int(state.step), state, metrics={"loss": 1.0})
+    return str(folder)
+
+
+def after_steps(tiny, count, state=None):
+    state = tiny.created_state() if state is None else state
+    for step in range(count):
+        state, _ = tiny.train_step(state, tiny.placed_batch(int(state.step) + step))
+    return state
+
+
+@pytest.mark.parametrize(("strategy", "num_devices"), [("mesh", 1), ("mesh", 2), ("pmap", 2)])
+def test_with_its_moments_a_run_goes_on_as_if_it_had_not_ended(
+    setup, tmp_path, strategy, num_devices
+):
+    constant = {"schedule": "constant"}
+    tiny = setup.of(strategy, num_devices=num_devices, bigram=True, optimizer=constant)
+    trained = after_steps(tiny, 2)
+    folder = write_run(tmp_path / "run", tiny, trained)
+    trained_moments = jax.device_get(trained.opt_state)
+    fresh = tiny.created_state()
+    state = start_from(fresh, load(folder, tiny), tiny.devices.mesh)
+    opt_state, differing = with_moments(state.opt_state, load_moments(folder))
+    assert not differing
+    shardings = (jax.tree.map(lambda leaf: leaf.sharding, each) for each in (opt_state, fresh))
+    assert next(shardings) == next(shardings).opt_state
+    # Of what is restored, only the steps of the learning rate are not.
+    adam, schedule = jax.device_get(opt_state)
+    chex.assert_trees_all_equal(adam, trained_moments[0])
+    assert (adam.count, schedule.count) == (2, 0)
+    batch = tiny.placed_batch(5)
+    further, _ = tiny.train_step(trained, batch)
+    again, _ = tiny.train_step(dataclasses.replace(state, opt_state=opt_state), batch)
+    chex.assert_trees_all_equal(*jax.device_get((further.params, again.params)))
+
+
+def test_moments_that_do_not_fit_are_named_and_begin_anew(setup, tmp_path):
+    there = setup.of(bigram=True, freeze=("Embed",))
+    folder = write_run(tmp_path / "run", there, after_steps(there, 2))
+    moments = load_moments(folder)
+    here = setup.of(bigram=True, optimizer={"kind": "adamw", "clip_norm": 1.0})
+    opt_state, differing = with_moments(here.created_state().opt_state, moments)
+    assert differing == [
+        f"{name}/Embed_0/embedding (none there, [20, 8] here)" for name in ("mu", "nu")
+    ]
+    leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(opt_state))
+    for path, leaf in leaves:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        assert np.any(leaf) == ("Embed" not in name and not name.startswith("1/2/"))
+    other = setup.of(bigram=True, optimizer={"kind": "adafactor"})
+    fresh = other.created_state().opt_state
+    opt_state, differing = with_moments(fresh, moments)
+    chex.assert_trees_all_equal(opt_state, fresh)
+    assert any(text.endswith("(none there, [] here)") for text in differing)
+
+
+def test_moments_are_asked_of_runs_that_have_them(setup, tmp_path):
+    with pytest.raises(UserError, match=r"train\.init_optimizer=True needs train\.init_from"):
+        TrainConfig(init_optimizer=True)
+    tiny = setup.of(bigram=True)
+    write_file(tmp_path / "converted.safetensors", tiny, trained_elsewhere(tiny))
+    with pytest.raises(UserError, match=r"init_optimizer, of .*safetensors.* holds no checkpoint"):
+        load_moments(str(tmp_path / "converted.safetensors"))
+    write_params(tmp_path / "averaged", 1, trained_elsewhere(tiny))
+    with pytest.raises(UserError, match=r"init_optimizer, of .* has no state of an optimizer"):
+        load_moments(str(tmp_path / "averaged"))

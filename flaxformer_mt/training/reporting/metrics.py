@@ -1,7 +1,6 @@
 """Metrics of a run: aggregation over steps, speed, validation, and writers of files."""
 
 import math
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -134,52 +133,3 @@ class JsonLinesWriter(Writer):
             line[name] = value if is_writable else None
         # Durably: a checkpoint that is written after this line must not outlive it.
         atomic.append_text(self._path, metrics_file.format_line(line) + "\n")
-
-
-class TensorBoardWriter:
-    """Writes event files for TensorBoard, with one chart per "split/metric"."""
-
-    def __init__(self, folder: str | Path) -> None:
-        self._folder = Path(folder)
-        self._first_step = 0
-        self._events: Any = None
-
-    def rewind(self, step: int) -> None:
-        self._first_step = step
-        if self._events is not None:
-            self.close()
-            self._open()
-
-    def write(self, step: int, split: str, values: MetricValues, is_best: bool = False) -> None:
-        from tensorboardX.proto.event_pb2 import Event
-        from tensorboardX.summary import scalar
-
-        if self._events is None:
-            self._open()
-        with atomic.explained(self._folder):
-            for name, value in values.items():
-                if not isinstance(value, str):
-                    summary = scalar(f"{split}/{name}", value)
-                    self._events.write_event(
-                        Event(wall_time=time.time(), step=step, summary=summary)
-                    )
-            self._events.flush()
-
-    def close(self) -> None:
-        events, self._events = self._events, None
-        if events is not None:
-            with atomic.explained(self._folder):
-                events.close()
-
-    def _open(self) -> None:
-        """Opens a new file, which makes TensorBoard discard later steps of earlier files."""
-        # Not SummaryWriter: it writes in a thread, and waits for it forever if the disk is full.
-        from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto.event_pb2 import Event, SessionLog
-
-        with atomic.explained(self._folder):
-            atomic.make_folder(self._folder)
-            self._events = EventsWriter(str(self._folder / "events"), f".{time.time_ns()}")
-            start = SessionLog(status=SessionLog.START)
-            self._events.write_event(Event(step=self._first_step + 1, session_log=start))
-            self._events.flush()
