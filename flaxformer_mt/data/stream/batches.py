@@ -5,6 +5,7 @@ batches are planned in `training_stream`, those of evaluation batches here.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -115,7 +116,16 @@ def make_batch(
       shard: the part of the batch to build.
     """
     rows = [*rows, *[()] * (shape.rows - len(rows))][shard.part(shape.rows)]
-    targets = pack(pairs.targets, rows, shape.target_length, model.pad_id)
+    counts = np.array([len(row) for row in rows])
+    members = np.fromiter(itertools.chain.from_iterable(rows), np.int64, counts.sum())
+    return packed_batch(pairs.take(members), counts, shape, model)
+
+
+def packed_batch(
+    pairs: TokenPairs, counts: np.ndarray, shape: BatchShape, model: TransformerConfig
+) -> Batch:
+    """Packs pairs in the order of B rows, of which each has a number, int [B]."""
+    targets = pack(pairs.targets, counts, shape.target_length, model.pad_id)
     batch = Batch(
         encoder_input_tokens=None,
         decoder_input_tokens=decoder_inputs(targets, model.bos_id, model.pad_id),
@@ -128,13 +138,13 @@ def make_batch(
     )
     if pairs.sources is None:
         return batch
-    sources = pack(pairs.sources, rows, shape.source_length, model.pad_id)
+    sources = pack(pairs.sources, counts, shape.source_length, model.pad_id)
     return dataclasses.replace(
         batch,
         encoder_input_tokens=sources.tokens,
         encoder_segment_ids=sources.segment_ids,
         encoder_positions=sources.positions,
-        alignment=pack_links(pairs, rows, shape.source_length, shape.target_length),
+        alignment=pack_links(pairs, counts, shape.source_length, shape.target_length),
     )
 
 
@@ -181,13 +191,14 @@ def evaluation_batches(
     source_lengths, target_lengths = corpus.lengths
     fits = (source_lengths <= packed.source_length) & (target_lengths <= packed.target_length)
     fitting = np.flatnonzero(fits)
-    plan = plan_rows(
+    members, counts = plan_rows(
         source_lengths[fitting],
         target_lengths[fitting],
         packed.source_length,
         packed.target_length,
     )
-    rows_by_shape = {packed: [fitting[row].tolist() for row in plan]}
+    rows_by_shape: dict[BatchShape, list[Sequence[int]]]
+    rows_by_shape = {packed: np.split(fitting[members], counts.cumsum())[:-1]}
     longest_side = np.maximum(source_lengths, target_lengths)
     for pair in np.flatnonzero(~fits).tolist():
         longest = int(longest_side[pair])

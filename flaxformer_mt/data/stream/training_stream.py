@@ -302,10 +302,11 @@ def _pack_rows(
 ) -> list[PlannedRow]:
     (shape,) = shapes
     order = random.permutation(len(target_lengths))
-    rows = plan_rows(
+    members, counts = plan_rows(
         source_lengths, target_lengths, shape.source_length, shape.target_length, order
     )
-    return [PlannedRow(shape, rows[i]) for i in random.permutation(len(rows))]
+    rows = np.split(members, counts.cumsum())
+    return [PlannedRow(shape, rows[i].tolist()) for i in random.permutation(len(counts))]
 
 
 def _sort_into_buckets(
@@ -362,7 +363,7 @@ def choose_source_row_length(
         """Returns the fraction of used positions on the side where it is lower."""
         fits = source_lengths <= source_row_length
         fitting = source_lengths[fits], target_lengths[fits]
-        rows = len(plan_rows(*fitting, source_row_length, target_row_length))
+        rows = len(plan_rows(*fitting, source_row_length, target_row_length)[1])
         return min(
             fitting[0].sum() / (rows * source_row_length),
             fitting[1].sum() / (rows * target_row_length),
