@@ -6,13 +6,15 @@ batches are planned in `training_stream`, those of evaluation batches here.
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import flax.struct
 import jax
 import numpy as np
 
+from flaxformer_mt import distributed
 from flaxformer_mt.config import ExperimentConfig, TransformerConfig
 from flaxformer_mt.data.stream.encoded_corpus import EncodedCorpus
 from flaxformer_mt.data.stream.links import pack_links
@@ -90,13 +92,33 @@ class DataPosition(NamedTuple):
     """A position in the training stream, saved in checkpoints to resume with the next batch."""
 
     epoch: int = 0
-    """Completed epochs."""
+    """Completed epochs; of several virtual streams, of the one that is the furthest."""
     block: int = 0
-    """Completed blocks of this epoch."""
+    """Completed blocks of this epoch; 0 if there are `streams`."""
     row: int = 0
-    """Rows of this block that were read."""
+    """Rows of this block that were read; 0 if there are `streams`."""
     step: int = 0
     """Batches that were read since the start. (Positions of earlier versions lack it.)"""
+    streams: tuple[tuple[int, int, int], ...] = ()
+    """Epoch, block and row of each virtual stream, if there are several, and not all are at the
+    beginning of `epoch`. A process only knows those of its own rows; see `to_json`."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns JSON values with the streams of all processes, each of which has to call this."""
+        values = self._asdict()
+        del values["streams"]
+        if self.streams:
+            texts = distributed.gather_texts([json.dumps(self.streams)])
+            # Those of other processes are where they were when this one began.
+            streams = [max(each) for each in zip(*map(json.loads, texts), strict=True)]
+            values |= {"epoch": max(streams)[0], "streams": streams}
+        return values
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "DataPosition":
+        """Returns the inverse of `to_json`, also for positions of earlier versions."""
+        streams = tuple(tuple(place) for place in values.get("streams", ()))
+        return cls(**{**values, "streams": streams})
 
 
 def make_batch(

@@ -47,7 +47,12 @@ class Sentences:
     def join(cls, parts: Sequence["Sentences"]) -> "Sentences":
         """Concatenates ragged arrays, of which there must be at least one."""
         lengths = np.concatenate([part.lengths for part in parts])
-        return cls(np.concatenate([part.tokens for part in parts]), _offsets(lengths))
+        return cls.of_lengths(np.concatenate([part.tokens for part in parts]), lengths)
+
+    @classmethod
+    def of_lengths(cls, tokens: np.ndarray, lengths: np.ndarray) -> "Sentences":
+        """Divides concatenated sequences of these lengths."""
+        return cls(tokens, _offsets(lengths))
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -59,6 +64,11 @@ class Sentences:
     def lengths(self) -> np.ndarray:
         """Number of tokens in each sentence, int64 [sentences]."""
         return np.diff(self.offsets)
+
+    def span(self, first: int, last: int) -> "Sentences":
+        """Returns the sentences from `first` to before `last`, without copying their tokens."""
+        offsets = self.offsets[first : last + 1]
+        return Sentences(self.tokens[offsets[0] : offsets[-1]], offsets - offsets[0])
 
     def take(self, indices: np.ndarray) -> "Sentences":
         """Copies the sentences with these indices, int [taken]."""
