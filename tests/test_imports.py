@@ -29,6 +29,7 @@ ALLOWED = {
     "writing_systems": set(),
     "config": LEAVES,
     "distributed": LEAVES,
+    "cluster_checks": {"distributed"} | LEAVES,
     "interruption": LEAVES,
     "run_reader": {"config", "data", "runs", "decoding", "evaluation", "plotting"} | LEAVES,
     "loading": {
@@ -216,7 +217,7 @@ def imported_files(path):
 
 def test_no_circle_of_files():
     graph = {f"flaxformer_mt.{name}": {*imported_files(path)} for name, path in MODULES.items()}
-    graph["flaxformer_mt"] = {*imported_files(PACKAGE / "__init__.py")}
+    graph["flaxformer_mt"] = {*imported_files(PACKAGE / "__init__.pyi")}
     assert sum(map(len, graph.values())) > 100
     try:
         graphlib.TopologicalSorter(graph).prepare()

@@ -21,6 +21,7 @@ def convert(
         tuple[str, ...], tyro.conf.arg(metavar="NAME ...", help_behavior_hint="(optional)")
     ] = (),
     quantization: Annotated[str | None, tyro.conf.arg(metavar="TYPE")] = None,
+    no_certificate: bool = False,
 ) -> None:
     r"""Converts a checkpoint or a whole model between frameworks.
 
@@ -63,12 +64,23 @@ def convert(
         `norm_epsilon`.
       quantization: Storage type of the weights, with --to ctranslate2: float32 (the default), int8,
         int8_float32, int8_float16, int8_bfloat16, int16, float16 or bfloat16.
+      no_certificate: Do not read what was written again, compare what both compute, and write the
+        result beside it (`parity.json`), which `parity --verify OUTPUT` checks.
     """
     from flaxformer_mt.interop.convert import convert as convert_model
     from flaxformer_mt.interop.convert import not_written
 
     overrides = model_fields(settings)
-    notes = convert_model(source, target, input_file, output_file, overrides, accept, quantization)
+    notes = convert_model(
+        source,
+        target,
+        input_file,
+        output_file,
+        overrides,
+        accept,
+        quantization,
+        certified=not no_certificate,
+    )
     for note in (*notes, *not_written(target, output_file)):
         output.print_note(note)
     output.print_lines(_written(output_file))

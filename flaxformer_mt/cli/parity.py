@@ -22,7 +22,8 @@ FamilyChoice = Annotated[
 
 
 def parity(
-    family: FamilyChoice,
+    family: FamilyChoice | None = None,
+    verify: Annotated[Path | None, tyro.conf.arg(metavar="EXPORT")] = None,
     checkpoint: Path | None = None,
     inputs: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
     logits: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
@@ -57,9 +58,13 @@ def parity(
           --set num_heads=8 --inputs batch.npz --logits saved.npz
       flaxformer-mt parity --family tunz --steps 1000
       flaxformer-mt parity --family all --markdown docs/parity.md
+      flaxformer-mt parity --verify exported
 
     Args:
       family: The published model, or "all" for a summary of all of them.
+      verify: A folder or file that `convert` wrote, instead of a family. Its files are compared
+        with their hashes in its certificate, `parity.json`, and what it computes with what the
+        model computed that it was written from.
       checkpoint: Checkpoint of that model (.pt or .safetensors), or the folder of a whole model.
         Default: random weights.
       inputs: Tokens for which another program computed the values of --logits (.npz).
@@ -89,6 +94,11 @@ def parity(
         created if it does not exist.
       verbose: Print every compared value, also in layers without differences.
     """
+    if verify is not None:
+        reject_options("a comparison, not for --verify", family=family, checkpoint=checkpoint)
+        return _verified(verify)
+    if family is None:
+        raise UserError("give --family, the published model, or --verify, an export")
     fields = model_fields(settings)
     for name in ("dtype", "param_dtype"):
         if name in fields:
@@ -159,6 +169,14 @@ def parity(
     if html:
         atomic.write_text(html, report.to_html())
     return _report(report, json_file, verbose)
+
+
+def _verified(export: Path) -> int:
+    from flaxformer_mt.interop.certificate import verify
+
+    result = verify(export)
+    output.print_lines([result.headline, *result.problems])
+    return int(bool(result.problems))
 
 
 def _tolerance(option: str) -> tuple[str, float]:

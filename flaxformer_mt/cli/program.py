@@ -16,6 +16,7 @@ from flaxformer_mt.cli import (
     configs,
     convert,
     corpora,
+    doctor,
     evaluate,
     help_text,
     parity,
@@ -32,26 +33,22 @@ from flaxformer_mt.errors import UserError
 from flaxformer_mt.exit_codes import ExitCode
 from flaxformer_mt.memory_limits import require_address_space
 
-COMMANDS: dict[str, dict[str, Callable[..., int | None]]] = {
-    "Training": {
-        "prepare": corpora.prepare,
-        "train": training.train,
-        "configs": configs.configs,
-    },
-    "Trained models": {
-        "translate": translate.translate,
-        "score": score.score,
-        "evaluate": evaluate.evaluate,
-        "inspect": checkpoints.inspect,
-        "plot": pictures.plot,
-        "attention": pictures.attention,
-        "average": checkpoints.average,
-        "lexicon": corpora.lexicon,
-    },
-    "Published models": {
-        "convert": convert.convert,
-        "parity": parity.parity,
-    },
+_GROUPS: dict[str, tuple[Callable[..., int | None], ...]] = {
+    "Training": (corpora.prepare, training.train, configs.configs, doctor.doctor),
+    "Trained models": (
+        translate.translate,
+        score.score,
+        evaluate.evaluate,
+        checkpoints.inspect,
+        pictures.plot,
+        pictures.attention,
+        checkpoints.average,
+        corpora.lexicon,
+    ),
+    "Published models": (convert.convert, parity.parity),
+}
+COMMANDS = {
+    title: {command.__name__: command for command in group} for title, group in _GROUPS.items()
 }
 """Groups of commands, in the order of `--help`. Expensive imports belong inside the functions.
 
@@ -91,7 +88,7 @@ def overview() -> str:
     """Returns the help of the program: its commands, one per line."""
     lines = [
         "usage: flaxformer-mt COMMAND [OPTIONS]  or  flaxformer-mt --version",
-        "Machine translation with encoder-decoder Transformers.",
+        "Machine translation with Transformers. COMMAND --help describes the options.",
     ]
     for title, commands in COMMANDS.items():
         lines += ["", f"{title}:"]
@@ -99,8 +96,7 @@ def overview() -> str:
             f"  {name:<11}{inspect.getdoc(command).splitlines()[0]}"  # type: ignore[union-attr]
             for name, command in commands.items()
         ]
-    lines += ["", "flaxformer-mt COMMAND --help describes the options of a command."]
-    lines += [f"Exit codes: {exit_codes.summary()}."]
+    lines += ["", f"Exit codes: {exit_codes.summary()}."]
     return "\n".join(lines)
 
 

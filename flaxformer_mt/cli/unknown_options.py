@@ -6,6 +6,7 @@ import re
 import sys
 import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import tyro
@@ -29,74 +30,8 @@ class Counterpart(NamedTuple):
         return next((form for form in forms if form.partition("=")[0] in known), "")
 
 
-_PER_UPDATE = "target tokens per update of all devices, not sentences"
-_DIVIDES = "it divides a batch and does not enlarge it"
-_STEPS = "in steps"
-COUNTERPARTS = (
-    Counterpart("config", "arch gin-file c"),
-    Counterpart("workdir", "output-dir save-dir model-dir save-model o"),
-    Counterpart("workdir", "resume resume-from-checkpoint train-from", "a run there is continued"),
-    Counterpart("train.init-from", "finetune-from-model model-name-or-path restore-file model"),
-    Counterpart("data.path", "data train-file train-data train-sets trainpref dataset-name"),
-    Counterpart("data.source-language", "source-lang src-lang src"),
-    Counterpart("data.target-language", "target-lang tgt-lang tgt"),
-    Counterpart("data.vocab-size", "dim-vocabs src-vocab-size"),
-    Counterpart("data.tokenizer-path", "vocab vocabs srcdict tokenizer-name"),
-    Counterpart("data.joint-vocabulary", "joined-dictionary share-vocab"),
-    Counterpart("data.source-row-length", "max-source-positions max-source-length"),
-    Counterpart("data.target-row-length", "max-target-positions max-target-length"),
-    Counterpart("model.num-encoder-layers", "layers", "and --model.num-decoder-layers"),
-    Counterpart("model.num-encoder-layers", "enc-layers enc-depth"),
-    Counterpart("model.num-decoder-layers", "dec-layers dec-depth"),
-    Counterpart("model.d-model", "hidden-size encoder-embed-dim dim-emb word-vec-size"),
-    Counterpart("model.num-heads", "heads encoder-attention-heads transformer-heads"),
-    Counterpart("model.d-ff", "encoder-ffn-embed-dim transformer-ff transformer-dim-ffn ff-size"),
-    Counterpart("model.dropout-rate", "dropout transformer-dropout"),
-    Counterpart("model.tie-embeddings=all", "share-all-embeddings tied-embeddings-all"),
-    Counterpart("model.tie-embeddings=target_output", "share-decoder-input-output-embed"),
-    Counterpart("model.norm-position=pre", "encoder-normalize-before"),
-    Counterpart("model.dtype=bfloat16", "fp16 bf16 precision"),
-    Counterpart("model.remat", "gradient-checkpointing checkpoint-activations"),
-    Counterpart("optimizer.learning-rate", "lr learn-rate base-learning-rate"),
-    Counterpart("optimizer.schedule", "lr-scheduler lr-scheduler-type decay-method scheduling"),
-    Counterpart("optimizer.warmup-steps", "warmup-updates lr-warmup"),
-    Counterpart("optimizer.warmup", "warmup-ratio warmup-proportion"),
-    Counterpart("optimizer.kind", "optim optimizer"),
-    Counterpart("optimizer.beta1", "adam-betas optimizer-params", "and --optimizer.beta2"),
-    Counterpart("optimizer.epsilon", "adam-eps adam-epsilon"),
-    Counterpart("optimizer.clip-norm", "max-grad-norm gradient-clip-val clip-grad-norm"),
-    Counterpart("train.num-steps", "max-steps max-update train-steps after-batches updates"),
-    Counterpart("train.num-steps", "epochs num-epochs num-train-epochs max-epoch", _STEPS),
-    Counterpart("train.batch-tokens", "batch-size per-device-train-batch-size b", _PER_UPDATE),
-    Counterpart("train.batch-tokens", "mini-batch max-tokens max-sentences", _PER_UPDATE),
-    Counterpart("train.accumulation-steps", "update-freq accum-count optimizer-delay", _DIVIDES),
-    Counterpart("train.accumulation-steps", "gradient-accumulation-steps", _DIVIDES),
-    Counterpart("train.log-every", "log-interval logging-steps report-every disp-freq"),
-    Counterpart("train.eval-every", "eval-steps valid-steps valid-freq eval-period"),
-    Counterpart("train.eval-every", "validate-interval-updates validation-freq", _STEPS),
-    Counterpart("train.checkpoint-every", "save-steps save-freq save-interval", _STEPS),
-    Counterpart("train.checkpoint-every", "save-interval-updates save-checkpoint-steps", _STEPS),
-    Counterpart("train.keep-last", "save-total-limit keep-checkpoint keep-last-epochs"),
-    Counterpart("train.best-metric", "best-checkpoint-metric metric-for-best-model valid-metrics"),
-    Counterpart("train.early-stopping-patience", "patience early-stopping"),
-    Counterpart("train.ema-decay", "ema exponential-smoothing"),
-    Counterpart("parallel.num-devices", "devices gpus world-size gpu-ranks"),
-    Counterpart("parallel.tensor", "tensor-parallel-size model-parallel-size"),
-    Counterpart("run", "model models path model-path model-name-or-path m"),
-    Counterpart("input", "source src i"),
-    Counterpart("source", "src input"),
-    Counterpart("target", "tgt reference"),
-    Counterpart("reference", "ref tgt target"),
-    Counterpart("output", "output-file output-dir o"),
-    Counterpart("decode.beam-size", "beam num-beams generation-num-beams"),
-    Counterpart("decode.n-best", "nbest num-return-sequences"),
-    Counterpart("decode.length-penalty", "lenpen beam-alpha alpha normalize"),
-    Counterpart("decode.max-length", "max-new-tokens generation-max-length"),
-    Counterpart("decode.max-length-factor", "max-len-a"),
-    Counterpart("decode.max-length-extra", "max-len-b"),
-    Counterpart("decode.no-repeat-ngram-size", "block-ngram-repeat"),
-    Counterpart("decode.sampling", "do-sample output-sampling random-sampling"),
-)
+_FILE = Path(__file__).with_name("counterparts.tsv")
+COUNTERPARTS = [Counterpart(*line.split("\t")) for line in _FILE.read_text("utf-8").splitlines()]
 
 
 def option_names(hints: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

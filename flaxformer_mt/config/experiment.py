@@ -173,12 +173,12 @@ def changes(stored: ExperimentConfig, given: ExperimentConfig) -> dict[str, tupl
     }
 
 
-def differences(stored: ExperimentConfig, given: ExperimentConfig) -> list[str]:
-    """Returns `changes` in words: "model.d_model: 128 in the run, 256 now", ..."""
-    return [
-        f"{name}: {before} in the run, {after} now"
+def differences(stored: ExperimentConfig, given: ExperimentConfig) -> dict[str, str]:
+    """Returns `changes` in words: {"model.d_model": "model.d_model: 128 in the run, 256 now"}."""
+    return {
+        name: f"{name}: {before} in the run, {after} now"
         for name, (before, after) in changes(stored, given).items()
-    ]
+    }
 
 
 def _without_paths(config: ExperimentConfig) -> dict[str, Any]:

@@ -27,17 +27,13 @@ from flaxformer_mt.config.files import load_config
 from flaxformer_mt.decoding.text_arguments import require_path
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.experiment.checks import check_before_start
-from flaxformer_mt.experiment.fitting import (
-    default_writers,
-    evaluate_test,
-    fit,
-    make_console,
-    print_test,
-)
-from flaxformer_mt.experiment.folder import open_folder
-from flaxformer_mt.experiment.parts import Experiment
-from flaxformer_mt.experiment.preparation import prepare
-from flaxformer_mt.experiment.rate_range import find_learning_rate
+from flaxformer_mt.experiment.fitting import default_writers, make_console, print_test
+from flaxformer_mt.experiment.fitting import evaluate_test as evaluate_test
+from flaxformer_mt.experiment.fitting import fit as fit
+from flaxformer_mt.experiment.folder import open_folder as open_folder
+from flaxformer_mt.experiment.parts import Experiment as Experiment
+from flaxformer_mt.experiment.preparation import prepare as prepare
+from flaxformer_mt.experiment.rate_range import find_learning_rate as find_learning_rate
 from flaxformer_mt.interruption import Interruption, handle_signals
 from flaxformer_mt.run_reader import Run
 from flaxformer_mt.runs import atomic
@@ -49,17 +45,6 @@ from flaxformer_mt.training.objective import UserObjective, name_of
 from flaxformer_mt.training.reporting.callbacks import Callback, Callbacks
 from flaxformer_mt.training.reporting.console import print_labelled
 from flaxformer_mt.training.reporting.metrics import Writer
-
-__all__ = [
-    "Experiment",
-    "dry_run",
-    "evaluate_test",
-    "find_learning_rate",
-    "fit",
-    "open_folder",
-    "prepare",
-    "train",
-]
 
 
 def train(

@@ -4,18 +4,12 @@
 `weight_maps/` what a map is and how it is applied. `convert.py` is the command `convert`.
 """
 
-from flaxformer_mt.interop.families import FAMILIES
-from flaxformer_mt.interop.weight_maps.adam_state import (
-    AdamState,
-    TrainingState,
-    load_training,
-    save,
-)
-from flaxformer_mt.interop.weight_maps.checkpoints import differentiable, load
-from flaxformer_mt.interop.weight_maps.family import Family
-from flaxformer_mt.interop.weight_maps.mapping import model_params
-
-__all__ = [
-    "FAMILIES", "AdamState", "Family", "TrainingState", "differentiable", "load", "load_training",
-    "model_params", "save",
-]  # fmt: skip
+from flaxformer_mt.interop.families import FAMILIES as FAMILIES
+from flaxformer_mt.interop.weight_maps.adam_state import AdamState as AdamState
+from flaxformer_mt.interop.weight_maps.adam_state import TrainingState as TrainingState
+from flaxformer_mt.interop.weight_maps.adam_state import load_training as load_training
+from flaxformer_mt.interop.weight_maps.adam_state import save as save
+from flaxformer_mt.interop.weight_maps.checkpoints import differentiable as differentiable
+from flaxformer_mt.interop.weight_maps.checkpoints import load as load
+from flaxformer_mt.interop.weight_maps.family import Family as Family
+from flaxformer_mt.interop.weight_maps.mapping import model_params as model_params

@@ -5,47 +5,32 @@ its vocabularies and search options (`formats.bundle.ModelBundle`). `OWN` stands
 as a file (`formats/own_format.py`), or for a run folder.
 """
 
-import importlib
+import dataclasses
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from flaxformer_mt import interop
 from flaxformer_mt.errors import UserError, prefixed
-from flaxformer_mt.interop import FAMILIES
+from flaxformer_mt.interop import FAMILIES, certificate
 from flaxformer_mt.interop.adaptation import adapt_training
 from flaxformer_mt.interop.checkpoint_files import TORCH_SUFFIXES
 from flaxformer_mt.interop.formats import own_format
-from flaxformer_mt.interop.formats.bundle import ModelBundle
 from flaxformer_mt.interop.formats.hub_families import HUB_FAMILIES
 from flaxformer_mt.interop.formats.own_format import OWN
+from flaxformer_mt.interop.formats.registry import (
+    READERS,
+    WRITERS,
+    BundleWriter,
+    Notes,
+    function_of,
+    read_bundle,
+)
 from flaxformer_mt.interop.weight_maps.adam_state import TrainingState
 from flaxformer_mt.presets import canonical_family
 from flaxformer_mt.runs import atomic
 
-Notes = tuple[str, ...]
-"""What was changed or lost, in one line each."""
-BundleReader = Callable[..., tuple[ModelBundle, Notes]]
-"""Reads a whole model: (path, configuration fields that override its own)."""
-BundleWriter = Callable[..., Notes]
-"""Writes one: (bundle, folder, accepted switches)."""
-
-# Modules of `formats` with a function `read`, ...
-READERS = {
-    **dict.fromkeys(HUB_FAMILIES, "huggingface"),
-    "fairseq": "fairseq_folder",
-    "opennmt": "opennmt_folder",
-    "marian-native": "marian_folder",
-    "jax": "jax_export",
-}
-# ... and with a function `write`. They are imported at use, since some need optional packages.
-WRITERS = {
-    **dict.fromkeys(HUB_FAMILIES, "huggingface"),
-    "marian-native": "marian_folder",
-    "ctranslate2": "ctranslate2",
-    "jax": "jax_export",
-}
 FILE_SUFFIXES = (".safetensors", *TORCH_SUFFIXES)
 """Suffixes of outputs that are checkpoint files, not folders."""
 OTHER_SUFFIXES = (
@@ -63,6 +48,7 @@ def convert(
     overrides: Mapping[str, Any] = {},
     accepted: Collection[str] = (),
     quantization: str | None = None,
+    certified: bool = True,
 ) -> Notes:
     """Converts a model of one family or format to another.
 
@@ -74,6 +60,8 @@ def convert(
       overrides: configuration fields that cannot be read from the source, see `interop.load`.
       accepted: switches in which the result may differ slightly: "norm_epsilon" or nothing.
       quantization: for "ctranslate2", see its `write`.
+      certified: whether to read what was written again, and to write a certificate beside it
+        (`certificate.py`); not of run folders and parameters of our own.
 
     Returns:
       What was changed or lost, in one line each.
@@ -93,7 +81,13 @@ def convert(
     if quantization is not None and target_family != "ctranslate2":
         raise UserError("--quantization is for --to ctranslate2 only: remove it")
     if target.suffix in FILE_SUFFIXES:
-        return _convert_to_file(source_family, target_family, source, target, overrides, accepted)
+        found, written, notes = _convert_to_file(
+            source_family, target_family, source, target, overrides, accepted
+        )
+        if certified and target_family != OWN:
+            settings = dataclasses.asdict(written.config)
+            notes += certificate.write(found, source, target_family, target, settings)
+        return notes
     if target_family not in (OWN, *WRITERS):
         raise UserError(f"{target}: use the suffix .safetensors or .pt")
     if target.suffix in OTHER_SUFFIXES:
@@ -106,11 +100,15 @@ def convert(
     if target_family == OWN:
         bundle.write_run(target)
         return notes
-    write: BundleWriter = _function(WRITERS[target_family], "write")
+    write: BundleWriter = function_of(WRITERS[target_family], "write")
     options = {"family": target_family} if target_family in HUB_FAMILIES else {}
     options |= {} if quantization is None else {"quantization": quantization}
     with prefixed(f"{source} cannot be converted to {target_family}: "):
-        return notes + write(bundle, target, accepted, **options)
+        notes += write(bundle, target, accepted, **options)
+    if certified:
+        state = TrainingState(bundle.config.model, bundle.params, None)
+        notes += certificate.write(state, source, target_family, target)
+    return notes
 
 
 def not_written(family: str, target: str | os.PathLike[str]) -> Notes:
@@ -129,7 +127,8 @@ def _convert_to_file(
     target: Path,
     overrides: Mapping[str, Any],
     accepted: Collection[str],
-) -> Notes:
+) -> tuple[TrainingState, TrainingState, Notes]:
+    """Returns the model that was read, that which was written, and the notes."""
     if source.exists() and target.exists() and source.samefile(target):
         raise UserError(f"{target}: the output must not be the input")
     notes: Notes = ()
@@ -140,10 +139,11 @@ def _convert_to_file(
         state, origin = own_format.read(source, overrides)
     else:
         state, origin = _training_state(source_family, source, overrides), source_family
+    found = state
     with prefixed(f"{source} cannot be converted to {target_family}: "):
         if target_family == OWN:
             own_format.write(target, state, origin)
-            return notes + state.notes
+            return found, state, notes + state.notes
         if target_family not in FAMILIES:
             raise UserError(f"{target} names a file: {target_family} is written as a folder")
         if target_family != origin:
@@ -152,7 +152,7 @@ def _convert_to_file(
             note = "Adam's state is dropped: PyTorch reads it from .pt files only"
             state = state._replace(adam=None, notes=(*state.notes, note))
         interop.save(target_family, state.config, state.params, target, state.adam)
-    return notes + state.notes
+    return found, state, notes + state.notes
 
 
 def _training_state(family: str, source: Path, overrides: Mapping[str, Any]) -> TrainingState:
@@ -161,30 +161,6 @@ def _training_state(family: str, source: Path, overrides: Mapping[str, Any]) -> 
     except UserError as error:
         config, params = interop.load(family, source, **overrides)
         return TrainingState(config, params, None, (f"the optimizer's state is dropped: {error}",))
-
-
-def read_bundle(
-    family: str, source: Path, overrides: Mapping[str, Any]
-) -> tuple[ModelBundle, Notes]:
-    """Reads a folder with a whole model, given configuration fields that override its own.
-
-    Raises:
-      UserError: it is not a folder of that family, or is damaged.
-    """
-    if family in READERS and (source.is_dir() or family not in FAMILIES):
-        read: BundleReader = _function(READERS[family], "read")
-        return read(source, overrides, **({"family": family} if family in HUB_FAMILIES else {}))
-    if not source.is_dir():
-        raise UserError(f"{source} is not a folder, so it has no vocabulary: a folder is needed")
-    if family != OWN:
-        raise UserError(f"{source} is a folder: {family} is read from a file")
-    if overrides:
-        raise UserError(f"{source} contains {next(iter(overrides))}: fields cannot be overridden")
-    return ModelBundle.of_run(source), ()
-
-
-def _function(module: str, name: str) -> Any:
-    return getattr(importlib.import_module(f"flaxformer_mt.interop.formats.{module}"), name)
 
 
 def _check_family(option: str, family: str, known: Collection[str]) -> None:

@@ -12,8 +12,8 @@ from torch import nn
 from flaxformer_mt import interop
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.interop import convert
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint, Tensors
+from flaxformer_mt.interop.formats.registry import read_bundle
 from flaxformer_mt.interop.weight_maps import checkpoints, validation
 from flaxformer_mt.interop.weight_maps.mapping import WeightMap
 from flaxformer_mt.parity import references
@@ -96,7 +96,7 @@ def read(family: str, path: str | os.PathLike[str]) -> PublishedModel:
     """Reads a checkpoint file or, for families that have them, the folder of a whole model."""
     its_map, path = interop.FAMILIES[canonical_family(family)], Path(path)
     if path.is_dir():
-        bundle, _ = convert.read_bundle(its_map.name, path, {})
+        bundle, _ = read_bundle(its_map.name, path, {})
         tensors = checkpoints.to_state_dict(its_map, bundle.config.model, bundle.params)
         return PublishedModel(its_map, path, tensors, None, bundle.config.model)
     with checkpoints.error_context(path, its_map.name):

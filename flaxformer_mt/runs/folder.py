@@ -94,7 +94,7 @@ def read_config(folder: str | Path) -> ExperimentConfig:
     recorded = data_file.read(folder).get(data_file.CONFIG)
     if recorded is not None:
         original = changes.before(config, changes.read(folder))
-        changed = configuration.differences(configuration.from_dict(recorded), original)
+        changed = configuration.differences(configuration.from_dict(recorded), original).values()
         if changed:
             raise UserError(
                 f"{path} is damaged or was changed ({'; '.join(changed)}): restore these values, "
@@ -175,30 +175,24 @@ def holds_run(workdir: Path, experiment: ExperimentConfig, accept_changes: bool 
             "restore them, or give another --workdir to begin anew"
         )
     stored = read_config(workdir)
-    if configuration.changes(stored, experiment):
+    if configuration.differences(stored, experiment):
         # The run took what was left open from its vocabulary.
         model = read_tokenizers(workdir).with_ids(experiment.model)
         experiment = dataclasses.replace(experiment, model=model)
-    differences = dict(
-        zip(
-            configuration.changes(stored, experiment),
-            configuration.differences(stored, experiment),
-            strict=True,
-        )
-    )
+    differences = configuration.differences(stored, experiment)
     starts = stored.train.init_from, experiment.train.init_from
     kinds = dict(configuration.CONTINUATIONS)
     if starts[0] != starts[1] and not step_folders.has_any(workdir):
         # Before its first checkpoint, a run is continued from its start.
-        differences["train.init_from"] = "train.init_from: {!r} in the run, {!r} now".format(
-            *starts
-        )
+        text = "train.init_from: {!r} in the run, {!r} now"
+        differences["train.init_from"] = text.format(*starts)
         kinds["train.init_from"] = "never"
     never = [text for name, text in differences.items() if kinds[name] == "never"]
     refused = [text for name, text in differences.items() if kinds[name] != "noted"]
     if never or (refused and not accept_changes):
+        named = "; ".join(never if accept_changes else refused)
         raise UserError(
-            f"{workdir} holds a run of another configuration ({'; '.join(never if accept_changes else refused)}): "
+            f"{workdir} holds a run of another configuration ({named}): "
             f"give these values, {_NEW_START.format(workdir) if never else _ACCEPT}"
         )
     return True

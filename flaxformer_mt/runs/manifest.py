@@ -33,14 +33,21 @@ def entry_of(content: bytes) -> Entry:
 
 def write_manifest(folder: Path) -> None:
     """Writes `manifest.json`, after flushing all files and folders to disk."""
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        paths = sorted(path for path in folder.rglob("*") if path.is_file())
-        paths = [path for path in paths if path.name != MANIFEST]
-        names = [path.relative_to(folder).as_posix() for path in paths]
-        entries = dict(zip(names, pool.map(_synced, paths), strict=True))
-    atomic.write_text(folder / MANIFEST, json.dumps({"files": entries}, indent=1) + "\n")
+    atomic.write_text(folder / MANIFEST, json.dumps({"files": entries(folder)}, indent=1) + "\n")
     for path in filter(Path.is_dir, folder.rglob("*")):
         atomic.sync(path)
+
+
+def entries(path: Path) -> dict[str, dict[str, Any]]:
+    """Returns the entry of each file below a folder but manifests, or of one file, by name.
+
+    The files are flushed to disk.
+    """
+    folder, paths = (path, sorted(path.rglob("*"))) if path.is_dir() else (path.parent, [path])
+    paths = [each for each in paths if each.is_file() and each.name != MANIFEST]
+    names = [each.relative_to(folder).as_posix() for each in paths]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        return dict(zip(names, pool.map(_synced, paths), strict=True))
 
 
 def damage(

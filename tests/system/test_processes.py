@@ -22,6 +22,7 @@ OPTIONS = (
     "--config=configs/quickstart.py",
     *TINY_MODEL,
     "--data.generated-pairs=10000",  # Enough for two virtual streams.
+    "--optimizer.total-steps=12",  # The same warm-up for any number of steps.
     "--data.vocab-size=500",
     "--train.batch-tokens=1024",
     "--train.log-every=1",

@@ -2,65 +2,11 @@
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
-_NAMES = """
-af afr afrikaans
-ar ara arabic العربية
-bg bul bulgarian български
-bn ben bengali বাংলা
-bs bos bosnian bosanski
-ca cat catalan català
-cs ces cze czech čeština
-da dan danish dansk
-de deu ger german deutsch
-el ell gre greek ελληνικά
-en eng english
-eo epo esperanto
-es spa spanish español castellano
-et est estonian eesti
-eu eus baq basque euskara
-fa fas per pes persian farsi فارسی
-fi fin finnish suomi
-fr fra fre french français
-ga gle irish gaeilge
-gl glg galician galego
-he heb hebrew עברית
-hi hin hindi हिन्दी
-hr hrv croatian hrvatski
-hu hun hungarian magyar
-id ind indonesian indonesia
-is isl ice icelandic íslenska
-it ita italian italiano
-ja jpn japanese 日本語
-ko kor korean 한국어
-la lat latin latina
-lt lit lithuanian lietuvių
-lv lav latvian latviešu
-mk mkd mac macedonian македонски
-ms msa may zsm malay melayu
-mt mlt maltese malti
-nb nob no nor norwegian bokmål norsk
-nl nld dut dutch nederlands
-pl pol polish polski
-pt por portuguese português
-ro ron rum romanian română
-ru rus russian русский
-sk slk slo slovak slovenčina
-sl slv slovene slovenian slovenščina
-sq sqi alb albanian shqip
-sr srp serbian српски srpski
-sv swe swedish svenska
-sw swa swh swahili kiswahili
-ta tam tamil தமிழ்
-th tha thai ไทย
-tr tur turkish türkçe
-uk ukr ukrainian українська
-ur urd urdu اردو
-vi vie vietnamese tiếng việt
-zh zho chi cmn chinese mandarin 中文
-"""
-_LANGUAGES = [line.split() for line in _NAMES.strip().splitlines()]
-
+_FILE = Path(__file__).with_name("language_names.txt")
+_LANGUAGES = [line.split() for line in _FILE.read_text("utf-8").splitlines()]
+"""The codes and names of each language."""
 _ROLES = (
     {"source", "src", "original", "input", "text", "sentence"},
     {"target", "tgt", "trg", "translation", "output", "reference"},

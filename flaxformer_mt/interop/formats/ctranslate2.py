@@ -11,17 +11,21 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers
 from flaxformer_mt.decoding.bad_phrases import bad_phrases
 from flaxformer_mt.decoding.search.options import forbidden_token_ids
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.input_files import read_json
 from flaxformer_mt.interop.exports import ctranslate2_obstacle
 from flaxformer_mt.interop.formats.bundle import ModelBundle
 from flaxformer_mt.model.transformer import ZERO_VECTOR
 from flaxformer_mt.runs import atomic
 
 try:
+    from ctranslate2 import Translator
     from ctranslate2.specs.model_spec import ACCEPTED_MODEL_TYPES as QUANTIZATIONS
 
     from flaxformer_mt.interop.formats.ctranslate2_spec import to_spec
@@ -94,6 +98,23 @@ def write(
     if model.norm_kind == "unbiased_std":
         notes = ("norm_kind=unbiased_std becomes layer_norm: accepted, results differ slightly",)
     return (*notes, *losses)
+
+
+def log_probabilities(folder: Path, source: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """Returns what CTranslate2 gives the tokens of sentences [B, S] and translations [B, T].
+
+    Both end with the end token. UserError if the folder holds no model.
+    """
+    names = {}
+    for side in ("source", "target"):
+        path = folder / f"{side}_vocabulary.json"
+        names[side] = read_json(path if path.is_file() else folder / "shared_vocabulary.json")
+    # It adds the start and the end of targets.
+    scores = Translator(str(folder)).score_batch(
+        [[names["source"][token] for token in row] for row in source],
+        [[names["target"][token] for token in row[:-1]] for row in target],
+    )
+    return np.array([score.log_probs for score in scores])
 
 
 def to_settings(bundle: ModelBundle) -> tuple[dict[str, Any], tuple[str, ...]]:

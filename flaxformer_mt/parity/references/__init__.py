@@ -29,11 +29,9 @@ from torch import Tensor, nn, no_grad, randn_like
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.parity.references.common import default_dtype
+from flaxformer_mt.parity.references.common import default_dtype as default_dtype
 from flaxformer_mt.parity.trace import Tap
 from flaxformer_mt.presets import FAMILIES, canonical_family, preset
-
-__all__ = ["build", "default_dtype", "of_config", "perturb", "taps"]
 
 
 def build(family: str, **sizes: Any) -> nn.Module:

@@ -7,6 +7,5 @@ Source: "Attention is all you need. Transformers?, why not RNNS ?", study notes 
 training log.
 """
 
-from flaxformer_mt.parity.references.annotated import build, taps
-
-__all__ = ["build", "taps"]
+from flaxformer_mt.parity.references.annotated import build as build
+from flaxformer_mt.parity.references.annotated import taps as taps

@@ -71,27 +71,6 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
     return {name or "logits": array for name, array in arrays.items()}
 
 
-_SCRIPT = """\
-# Saves what your own program computes. Afterwards: flaxformer-mt parity --family {family} \\
-#     --checkpoint model.pt --inputs batch.npz --logits saved.npz
-import numpy as np, torch
-module = ...  # your trained model, built and loaded by your own code
-source = torch.tensor({source})
-target_input = torch.tensor({target})  # shifted right, as in training
-sites = {{}}  # optional, such as {{"encoder/layers/0": "name.of.your.module"}}
-saved = {{}}
-for site, name in sites.items():
-    module.get_submodule(name).register_forward_hook(
-        lambda module, inputs, output, site=site: saved.update(
-            {{site: output[0] if isinstance(output, tuple) else output}}))
-with torch.no_grad():
-    module.double().eval()
-    logits = {call}  # as your code calls it
-saved["logits"] = logits.reshape(*target_input.shape, -1)
-np.savez("batch.npz", source=source, target_input=target_input)
-np.savez("saved.npz", **{{site: value.numpy() for site, value in saved.items()}})
-"""
-
 _HUGGING_FACE = (
     "module(input_ids=source, attention_mask=(source != {pad_id}).long(), "
     "decoder_input_ids=target_input).logits"
@@ -108,7 +87,8 @@ def script(family: str, config: TransformerConfig) -> str:
         source_padding=recipe(family).source_padding,
     )
     call = _HUGGING_FACE if family in HUB_FAMILIES else "module(source, target_input)"
-    return _SCRIPT.format(
+    template = Path(__file__).with_name("save_values.txt").read_text(encoding="utf-8")
+    return template.format(
         family=family,
         source=tokens.source.tolist(),
         target=tokens.target_input.tolist(),

@@ -14,12 +14,8 @@ Register specific causes before general ones: of two candidates that explain a d
 well, the first is reported.
 """
 
-from flaxformer_mt.parity.diagnosis.causes import (
-    attention,
-    embeddings,
-    order,
-    projections,
-    sublayers,
-)
-
-__all__ = ["attention", "embeddings", "order", "projections", "sublayers"]
+from flaxformer_mt.parity.diagnosis.causes import attention as attention
+from flaxformer_mt.parity.diagnosis.causes import embeddings as embeddings
+from flaxformer_mt.parity.diagnosis.causes import order as order
+from flaxformer_mt.parity.diagnosis.causes import projections as projections
+from flaxformer_mt.parity.diagnosis.causes import sublayers as sublayers

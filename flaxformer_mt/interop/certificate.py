@@ -1,0 +1,251 @@
+"""Certificates of exports: what was written computes what was read.
+
+`convert` writes one beside each export: `parity.json` in a folder, `NAME.parity.json` beside a
+file. The model that was read and the export, read again, compute on the same tokens; the
+certificate has the largest difference of every value, the log-probabilities by which the export can
+be tested wherever it is, the versions of the libraries, and hashes.
+"""
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flaxformer_mt import interop
+from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.errors import UserError, prefixed
+from flaxformer_mt.input_files import read_json
+from flaxformer_mt.interop.formats.registry import read_bundle
+from flaxformer_mt.interop.weight_maps.adam_state import TrainingState
+from flaxformer_mt.interop.weight_maps.mapping import by_path, model_params
+from flaxformer_mt.model.transformer import Transformer
+from flaxformer_mt.runs import atomic, manifest
+
+FILE = "parity.json"
+TOLERANCE = 1e-3
+"""Of log-probabilities that the same weights give in two programs, in float32, relative to the
+largest. Random sentences, as they are compared on, amplify rounding."""
+_ROWS, _LENGTH = 4, 8
+_PACKAGES = ("flaxformer_mt", "jax", "flax", "numpy", "ctranslate2")
+
+
+class Computed(NamedTuple):
+    """What a model computes on the tokens of a certificate, in float32."""
+
+    log_probabilities: np.ndarray
+    """[B, T]: of the target tokens, in natural logarithms."""
+    sites: Mapping[str, np.ndarray]
+    """The outputs of its modules by path; empty if another program computed it."""
+
+
+class Verification(NamedTuple):
+    """The result of `verify`."""
+
+    headline: str
+    problems: tuple[str, ...]
+    """In one line each; none if the export is as it was certified."""
+
+
+def path_of(export: Path) -> Path:
+    """Returns where the certificate of an export is."""
+    return export / FILE if export.is_dir() else export.with_name(f"{export.name}.{FILE}")
+
+
+def write(
+    model: TrainingState,
+    source: Path,
+    family: str,
+    export: Path,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+) -> tuple[str, ...]:
+    """Compares an export with the model that it was written from, and writes its certificate.
+
+    Args:
+      model: that was read.
+      source: where it was read from; only the name is recorded.
+      family: of the export.
+      export: the folder or file.
+      settings: configuration fields without which a file cannot be read.
+
+    Returns:
+      A note if they differ by more than `TOLERANCE`, as they do with quantized weights.
+
+    Raises:
+      UserError: the export cannot be read, or the certificate cannot be written.
+    """
+    config, params = model.config, model.params
+    if not config.target_vocab_size:
+        return ("no certificate is written: layers without embeddings take no tokens",)
+    tokens = _example(config)
+    expected = _compute(config, params, tokens)
+    found = _compute_export(family, export, settings, tokens)
+    differences = {
+        "log_probabilities": (expected.log_probabilities, found.log_probabilities),
+        **{site: (expected.sites[site], each) for site, each in _comparable(expected, found)},
+    }
+    rows: list[dict[str, Any]] = [
+        {"site": site, "shape": ours.shape} | _difference(ours, theirs)
+        for site, (ours, theirs) in differences.items()
+    ]
+    content = {
+        "family": family,
+        "source": {"name": source.name, "parameters_sha256": _digest(params)},
+        "files": manifest.entries(export),
+        "versions": _versions(),
+        "settings": dict(settings),
+        "tokens": {name: each.tolist() for name, each in zip(_TOKENS, tokens, strict=True)},
+        "log_probabilities": expected.log_probabilities.tolist(),
+        "sites": rows,
+    }
+    atomic.write_text(path_of(export), json.dumps(content, indent=1) + "\n")
+    largest = rows[0]
+    if largest["relative"] <= TOLERANCE:
+        return ()
+    return (f"log-probabilities differ by up to {largest['difference']:.1e} from {source}'s",)
+
+
+def verify(export: Path) -> Verification:
+    """Checks the files of an export, and what it computes, against its certificate.
+
+    Raises:
+      UserError: there is no such export, it has no certificate, or either cannot be read.
+    """
+    path = path_of(export)
+    if not path.is_file():
+        raise UserError(
+            f"{path} is missing: convert writes it beside each export, except run folders"
+        )
+    content = read_json(path)
+    with prefixed(f"{path}: "):
+        try:
+            family, settings = content["family"], content["settings"]
+            entries = {name: manifest.Entry(**entry) for name, entry in content["files"].items()}
+            tokens = tuple(np.array(content["tokens"][name], np.int32) for name in _TOKENS)
+            expected = np.array(content["log_probabilities"], np.float64)
+            certified = float(content["sites"][0]["relative"])
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise UserError("it is not a certificate, or damaged") from error
+    folder = export if export.is_dir() else export.parent
+    problems = [manifest.difference(folder / name, entries[name], name) for name in entries]
+    if not any(problems):
+        found = _compute_export(family, export, settings, tokens).log_probabilities
+        largest = _difference(expected, found)
+        headline = (
+            f"{export} computes the log-probabilities of {content['source']['name']} up to a "
+            f"relative difference of {largest['relative']:.1e}; {certified:.1e} when it was written"
+        )
+        if not largest["relative"] <= max(2 * certified, TOLERANCE):
+            problems.append("they differ by more than when it was written")
+    else:
+        headline = f"{export} is not the export that was certified"
+    return Verification(headline, tuple(filter(None, problems)))
+
+
+_TOKENS = ("source", "target_input", "target_output")
+
+
+def _example(config: TransformerConfig) -> tuple[np.ndarray, ...]:
+    """Returns random sentences without padding: [B, S], [B, T] and [B, T]."""
+    random = np.random.default_rng(0)
+    special = [config.pad_id, config.bos_id, config.eos_id]
+    start, end = (np.full((_ROWS, 1), token) for token in (config.bos_id, config.eos_id))
+    length = min(_LENGTH, config.max_length - 1)
+    sizes = config.source_vocab_size or config.target_vocab_size, config.target_vocab_size
+    sides = [random.choice(np.setdiff1d(range(n), special), (_ROWS, length)) for n in sizes]
+    joined = ([sides[0], end], [start, sides[1]], [sides[1], end])
+    return tuple(np.concatenate(parts, axis=1).astype(np.int32) for parts in joined)
+
+
+def _compute(config: TransformerConfig, params: Any, tokens: tuple[np.ndarray, ...]) -> Computed:
+    source, target_input, target_output = tokens
+    model = Transformer(dataclasses.replace(config, dtype="float32", param_dtype="float32"))
+    params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), model_params(params))
+    with jax.default_matmul_precision("highest"):
+        logits, kept = model.apply(
+            {"params": params},
+            source if config.has_inputs else None,
+            target_input,
+            capture_intermediates=True,
+            mutable=["intermediates"],
+        )
+    sites = {
+        jax.tree_util.keystr(path, simple=True, separator="/").replace("/__call__", ""): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(kept["intermediates"])
+    }
+    return Computed(_of_targets(logits, target_output), jax.device_get(sites))
+
+
+def _of_targets(logits: Any, targets: np.ndarray) -> np.ndarray:
+    normalized = jax.nn.log_softmax(jnp.asarray(logits, jnp.float32))
+    return np.asarray(jnp.take_along_axis(normalized, targets[..., None], axis=-1)[..., 0])
+
+
+def _compute_export(
+    family: str, export: Path, settings: Mapping[str, Any], tokens: tuple[np.ndarray, ...]
+) -> Computed:
+    if family == "ctranslate2":
+        from flaxformer_mt.interop.formats import ctranslate2
+
+        return Computed(ctranslate2.log_probabilities(export, tokens[0], tokens[2]), {})
+    if family == "jax":
+        return Computed(_by_exported_functions(export, tokens), {})
+    if export.is_dir():
+        bundle, _ = read_bundle(family, export, {})
+        return _compute(bundle.config.model, bundle.params, tokens)
+    return _compute(*interop.load(family, export, **settings), tokens)
+
+
+def _by_exported_functions(folder: Path, tokens: tuple[np.ndarray, ...]) -> np.ndarray:
+    from flaxformer_mt.interop.formats.jax_server import Model
+
+    source, target_input, target_output = tokens
+    model = Model(folder)
+    cache = model.encode(model.parameters, source, np.zeros((1, target_input.shape[1]), np.bool_))
+    logits = []
+    for position, column in enumerate(target_input.T):
+        positions = np.full(len(column), position, np.int32)
+        found, cache = model.step(model.parameters, column[:, None], cache, positions)
+        logits.append(found[:, 0])
+    return _of_targets(jnp.stack(logits, axis=1), target_output)
+
+
+def _comparable(expected: Computed, found: Computed) -> list[tuple[str, np.ndarray]]:
+    """Returns what has the same shape: conversion may add biases, heads or vocabulary entries."""
+    return [
+        (site, each)
+        for site, each in found.sites.items()
+        if site in expected.sites and expected.sites[site].shape == each.shape
+    ]
+
+
+def _difference(ours: np.ndarray, theirs: np.ndarray) -> dict[str, float]:
+    largest = float(np.max(np.abs(ours - theirs), initial=0.0))
+    scale = float(np.max(np.abs(ours), initial=0.0))
+    return {"difference": largest, "relative": largest / scale if scale else largest}
+
+
+def _digest(params: Any) -> str:
+    digest = hashlib.sha256()
+    for name, leaf in sorted(by_path(params).items()):
+        digest.update(f"{name} {leaf.dtype} {leaf.shape}\n".encode())
+        digest.update(np.ascontiguousarray(leaf).tobytes())
+    return digest.hexdigest()
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,111 @@
+"""Every export has a certificate of what it computes, which can be checked anywhere."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from flaxformer_mt.cli import main
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.interop import certificate
+from flaxformer_mt.interop.convert import OWN, convert
+
+FORMATS = {
+    "marian": "marian",
+    "ctranslate2": "ctranslate2",
+    "jax": "jax",
+    "safetensors": "marian",
+    "pt": "marian",
+}
+"""By name: the family."""
+
+
+@pytest.fixture(scope="module")
+def exports(trained_run, tmp_path_factory):
+    """One run in several formats, by name."""
+    folder, found = tmp_path_factory.mktemp("exports"), {}
+    for name, family in FORMATS.items():
+        found[name] = folder / (name if name == family else f"model.{name}")
+        convert(OWN, family, trained_run, found[name])
+    return found
+
+
+@pytest.fixture
+def export(request, exports, tmp_path):
+    """A copy of an export."""
+    source = exports[request.param]
+    copy = tmp_path / source.name
+    (shutil.copytree if source.is_dir() else shutil.copy)(source, copy)
+    if not source.is_dir():
+        shutil.copy(certificate.path_of(source), certificate.path_of(copy))
+    return copy
+
+
+every_format = pytest.mark.parametrize("export", FORMATS, indirect=True)
+
+
+@every_format
+def test_an_export_is_verified_where_its_source_is_not(export, capsys):
+    assert main(["parity", "--verify", str(export)]) == 0
+    assert "computes the log-probabilities of" in capsys.readouterr().out
+    content = json.loads(certificate.path_of(export).read_text())
+    assert content["sites"][0]["site"] == "log_probabilities"
+    assert content["sites"][0]["relative"] < certificate.TOLERANCE
+    assert content["versions"].keys() >= {"flaxformer_mt", "jax", "numpy"}
+
+
+@every_format
+def test_a_changed_file_is_named(export, capsys):
+    content = json.loads(certificate.path_of(export).read_text())
+    name = max(content["files"], key=lambda name: content["files"][name]["bytes"])
+    path = export / name if export.is_dir() else export
+    damaged = bytearray(path.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    path.write_bytes(damaged)
+    assert main(["parity", "--verify", str(export)]) == 1
+    assert f"{name} differs from its manifest" in capsys.readouterr().out
+
+
+def test_other_weights_with_hashes_that_fit_are_found(exports, tmp_path, capsys):
+    """As if an export had been written wrongly: only what it computes tells."""
+    source = exports["safetensors"]
+    tensors = safetensors.numpy.load_file(source)
+    name = next(name for name in tensors if name.endswith("fc1.weight"))
+    copy = tmp_path / source.name
+    safetensors.numpy.save_file(tensors | {name: np.flip(tensors[name]).copy()}, copy)
+    content = json.loads(certificate.path_of(source).read_text())
+    content["files"] = certificate.manifest.entries(copy)
+    certificate.path_of(copy).write_text(json.dumps(content))
+    assert main(["parity", "--verify", str(copy)]) == 1
+    assert "differ by more than when it was written" in capsys.readouterr().out
+
+
+def test_quantized_weights_are_told(trained_run, tmp_path, capsys):
+    target = tmp_path / "int8"
+    options = ["--from", OWN, "--to", "ctranslate2", "--quantization", "int8"]
+    assert main(["convert", *options, str(trained_run), str(target)]) in (0, None)
+    assert "log-probabilities differ by up to" in capsys.readouterr().err
+    assert main(["parity", "--verify", str(target)]) == 0
+
+
+def test_without_certificate(trained_run, tmp_path, capsys):
+    target = tmp_path / "export"
+    options = ["--from", OWN, "--to", "ctranslate2", "--no-certificate"]
+    assert main(["convert", *options, str(trained_run), str(target)]) in (0, None)
+    assert not (target / "parity.json").exists()
+    assert main(["parity", "--verify", str(target)]) == 2
+    assert "parity.json is missing: convert writes it" in capsys.readouterr().err
+    assert main(["parity"]) == 2
+    assert "give --family, the published model, or --verify" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["[]", "{}", "no json", '{"family": 3, "settings": 3, "files": [], "tokens": 3}'],
+)
+def test_a_damaged_certificate(tmp_path, content):
+    (tmp_path / "parity.json").write_text(content)
+    with pytest.raises(UserError, match=r"parity\.json"):
+        certificate.verify(tmp_path)
