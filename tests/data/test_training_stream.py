@@ -11,7 +11,14 @@ import pytest
 from hypothesis import strategies as st
 
 from flaxformer_mt import distributed
-from flaxformer_mt.config import DataConfig, ExperimentConfig, TrainConfig, TransformerConfig
+from flaxformer_mt.config import (
+    DataConfig,
+    ExperimentConfig,
+    TrainConfig,
+    TransformerConfig,
+    from_dict,
+    to_dict,
+)
 from flaxformer_mt.data.stream import mixture
 from flaxformer_mt.data.stream.batches import BatchShape, DataPosition, Shard
 from flaxformer_mt.data.stream.packing import Sentences
@@ -421,6 +428,12 @@ def test_a_position_of_earlier_versions_needs_their_order(many_streams):
     with pytest.raises(UserError, match=r"data\.order=1: set that"):
         TrainingStream([corpus], config()).read(DataPosition(block=1, row=3))
     TrainingStream([corpus], config(order=1)).read(DataPosition(block=1, row=3))
+
+
+def test_configurations_of_earlier_versions_have_the_first_order():
+    values = to_dict(ExperimentConfig())
+    assert values["data"].pop("order") == 2
+    assert from_dict(values).data.order == 1
 
 
 @pytest.mark.parametrize(
