@@ -54,7 +54,7 @@ def measure_text(corpus: EncodedCorpus, config: ExperimentConfig) -> dict[str, f
     for number in range(ROUNDS):
         order = np.random.default_rng(number).permutation(len(targets))
         start = time.process_time()
-        rows = plan_rows(sources, targets, *row_lengths, order)
+        _, rows = plan_rows(sources, targets, *row_lengths, order)
         seconds.append(time.process_time() - start)
     return {
         "pairs": len(targets),

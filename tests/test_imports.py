@@ -64,7 +64,7 @@ ALLOWED = {
     "runs": {"config", "distributed", "data.corpora.corpus", "data.tokenizers", "model"} | LEAVES,
     "presets": {"config"} | LEAVES,
     "model": {"config"} | LEAVES,
-    "data": {"config", "runs.layout", "runs.manifest"} | LEAVES,
+    "data": {"config", "distributed", "runs.layout", "runs.manifest"} | LEAVES,
     "training": {"config", "model", "objectives", "data", "runs", "interruption"} | LEAVES,
     "decoding": {
         "config",
@@ -122,6 +122,7 @@ ONLY_IN = {
     },
     "py3langid": {"data.corpora.languages"},
     "datasets": {"data.corpora.arrow_reader"},
+    "numba": {"data.stream.packing"},
     "pyarrow": {"data.corpora.arrow_reader"},
     "tensorflow_datasets": {"data.corpora.tfds_reader"},
     "array_record": {"data.corpora.tfds_reader", "data.corpora.tfds_builder"},

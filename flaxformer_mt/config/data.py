@@ -212,6 +212,8 @@ class DataConfig(_WithColumns):
     """Row lengths of buckets, for source and target alike, in increasing order; the longest
     replaces data.source_row_length and data.target_row_length. Batches of shorter rows have more
     rows."""
+    order: int = option(2, FieldRole.START, lowest=1, highest=2, absent=1)
+    """Version of the order of the training pairs; runs that earlier versions started have 1."""
     source_row_length: int = option(0, FieldRole.ROWS, lowest=2, limit=MAX_WIDTH, also=0)
     """S: tokens per packed source row; also the longest source sentence, end token included.
     0 = the length that fills source rows as well as target rows."""

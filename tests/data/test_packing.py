@@ -3,13 +3,25 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from flaxformer_mt.data.stream import packing
 from flaxformer_mt.data.stream.packing import (
     PackedRows,
     Sentences,
     decoder_inputs,
     pack,
-    plan_rows,
 )
+
+
+def pack_rows(sentences, rows, row_length, pad_id):
+    members = np.array([pair for row in rows for pair in row], np.int64)
+    counts = np.array([len(row) for row in rows])
+    return pack(sentences.take(members), counts, row_length, pad_id)
+
+
+def plan_rows(*lengths, order=None):
+    members, counts = packing.plan_rows(*lengths, order)
+    return [row.tolist() for row in np.split(members, counts.cumsum())[:-1]]
+
 
 SENTENCES = Sentences.from_lists([[11, 12, 2], [21, 2], [31, 32, 33, 2]])
 
@@ -37,7 +49,7 @@ def test_sentences_round_trip():
 
 def test_pack_literal_rows():
     rows = [[0, 1], [], [2]]
-    packed = pack(SENTENCES, rows, row_length=6, pad_id=9)
+    packed = pack_rows(SENTENCES, rows, row_length=6, pad_id=9)
     assert packed.tokens.tolist() == [
         [11, 12, 2, 21, 2, 9],
         [9, 9, 9, 9, 9, 9],
@@ -58,7 +70,7 @@ def test_pack_literal_rows():
 
 
 def test_pack_of_empty_rows_only():
-    packed = pack(SENTENCES, [[], []], row_length=3, pad_id=7)
+    packed = pack_rows(SENTENCES, [[], []], row_length=3, pad_id=7)
     assert packed.tokens.tolist() == [[7, 7, 7], [7, 7, 7]]
     assert not packed.segment_ids.any()
 
@@ -66,7 +78,7 @@ def test_pack_of_empty_rows_only():
 @pytest.mark.parametrize("bos_id", [1, -1])
 def test_decoder_inputs_do_not_cross_segment_boundaries(bos_id):
     # The rows are full: a plain shift would not lose a token at the end of the row.
-    targets = pack(SENTENCES, [[0, 1], [2]], row_length=5, pad_id=0)
+    targets = pack_rows(SENTENCES, [[0, 1], [2]], row_length=5, pad_id=0)
     inputs = decoder_inputs(targets, bos_id=bos_id, pad_id=0)
     assert inputs.tolist() == [
         [bos_id, 11, 12, bos_id, 21],
@@ -151,7 +163,7 @@ def test_plan_rejects_sentences_longer_than_a_row():
 def test_plan_places_every_pair_once_and_no_row_overflows(lengths, seed):
     row_lengths, sources, targets = lengths
     order = np.random.default_rng(seed).permutation(len(sources))
-    plan = plan_rows(sources, targets, *row_lengths, order)
+    plan = plan_rows(sources, targets, *row_lengths, order=order)
     assert sorted(pair for row in plan for pair in row) == list(range(len(sources)))
     for row in plan:
         assert row
@@ -159,12 +171,28 @@ def test_plan_places_every_pair_once_and_no_row_overflows(lengths, seed):
         assert targets[row].sum() <= row_lengths[1]
 
 
+@hypothesis.given(pair_lengths(), st.integers(0, 3))
+@pytest.mark.parametrize("is_language_model", [False, True])
+def test_compiled_and_interpreted_plans_are_equal(is_language_model, lengths, seed):
+    pytest.importorskip("numba")
+    row_lengths, sources, targets = lengths
+    order = np.random.default_rng(seed).permutation(len(sources))
+    arguments = sources * (not is_language_model), targets, *row_lengths, order
+    compiled = packing.plan_rows(*arguments)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "_compiled_fill_rows", lambda: None)
+        interpreted = packing.plan_rows(*arguments)
+    for each, expected in zip(compiled, interpreted, strict=True):
+        np.testing.assert_array_equal(each, expected)
+        assert each.dtype == expected.dtype == np.int64
+
+
 @hypothesis.given(pair_lengths())
 def test_packed_rows_hold_the_sentences_of_the_plan(lengths):
     (_, row_length), sources, targets = lengths
     sentences = Sentences.from_lists([[number + 1] * n for number, n in enumerate(targets)])
     plan = plan_rows(sources, targets, int(sources.sum()), row_length)
-    packed = pack(sentences, plan, row_length, pad_id=0)
+    packed = pack_rows(sentences, plan, row_length, pad_id=0)
     for number, row in enumerate(plan):
         segments = packed.segment_ids[number]
         assert set(segments) - {0} == set(range(1, len(row) + 1))

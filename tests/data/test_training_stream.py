@@ -1,4 +1,5 @@
 import dataclasses
+import hashlib
 import json
 from collections import Counter
 
@@ -9,8 +10,16 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from flaxformer_mt.config import DataConfig, ExperimentConfig, TrainConfig, TransformerConfig
-from flaxformer_mt.data.stream import training_stream as stream_module
+from flaxformer_mt import distributed
+from flaxformer_mt.config import (
+    DataConfig,
+    ExperimentConfig,
+    TrainConfig,
+    TransformerConfig,
+    from_dict,
+    to_dict,
+)
+from flaxformer_mt.data.stream import mixture
 from flaxformer_mt.data.stream.batches import BatchShape, DataPosition, Shard
 from flaxformer_mt.data.stream.packing import Sentences
 from flaxformer_mt.data.stream.training_stream import TrainingStream, choose_source_row_length
@@ -22,7 +31,14 @@ DATA = DataConfig(source_row_length=12, target_row_length=10)
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(stream_module, "BLOCK_PAIRS", 20)
+    monkeypatch.setattr(mixture, "SINGLE_BLOCK_PAIRS", 20)
+    monkeypatch.setattr(mixture, "BLOCK_PAIRS", 1000)
+
+
+@pytest.fixture
+def many_streams(monkeypatch):
+    """Blocks of four pairs, and a stream for every 8 to 16 pairs."""
+    monkeypatch.setattr(mixture, "BLOCK_PAIRS", 4)
 
 
 def config(seed=0, rows=4, model=None, **data):
@@ -319,6 +335,136 @@ def test_a_corpus_of_only_long_pairs_is_rejected():
         TrainingStream([pairs_of_lengths([(30, 4), (3, 40)])], config())
 
 
+# Virtual streams.
+
+
+@pytest.mark.parametrize("sampling", [0.0, 0.1])
+@pytest.mark.parametrize("rows", [64, 96, 512])
+def test_the_rows_of_processes_are_those_of_one(many_streams, rows, sampling):
+    """The number of processes changes three times; each knows the position of its own rows only."""
+    corpus, setting = sampled_corpus(600), config(rows=rows, subword_sampling=sampling)
+    whole, position = TrainingStream([corpus], setting, RepeatingSampler()), DataPosition()
+    expected = read_batches(whole, 12)
+    found = []
+    for count in (1, 2, 4, 16):
+        streams = [TrainingStream([corpus], setting, RepeatingSampler()) for _ in range(count)]
+        positions = [position] * count
+        for _ in range(3):
+            parts, positions = zip(
+                *(
+                    stream.read(own, Shard(index, count))
+                    for index, (stream, own) in enumerate(zip(streams, positions, strict=True))
+                ),
+                strict=True,
+            )
+            found.append(jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts))
+        assert len({position.step for position in positions}) == 1
+        position = gathered(positions)
+        assert len(position.streams) == 64
+    chex.assert_trees_all_equal(found, expected)
+
+
+def gathered(positions):
+    """What each process saves, and reads again."""
+    texts = [json.dumps(position.streams) for position in positions]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed, "gather_texts", lambda own: texts)
+        saved = {json.dumps(position.to_json()) for position in positions}
+    (text,) = saved
+    return DataPosition.from_json(json.loads(text))
+
+
+def test_each_of_64_processes_plans_a_64th(many_streams, monkeypatch):
+    corpus, setting = random_pairs(2100), config(rows=256)
+    planned = []
+    make_block = TrainingStream._make_block
+
+    def note(stream, epoch, number, block):
+        planned.append((epoch, number, block))
+        return make_block(stream, epoch, number, block)
+
+    monkeypatch.setattr(TrainingStream, "_make_block", note)
+
+    def planned_by(shard):
+        planned.clear()
+        stream, position = TrainingStream([corpus], setting), DataPosition()
+        for _ in range(6):
+            _, position = stream.read(position, shard)
+        stream._thread.shutdown()
+        return set(planned)
+
+    whole = planned_by(Shard())
+    parts = [planned_by(Shard(index, 64)) for index in range(64)]
+    assert {stream for _, stream, _ in whole} == {*range(256)}
+    assert [{stream for _, stream, _ in part} for part in parts] == [
+        {*range(4 * index, 4 * index + 4)} for index in range(64)
+    ]
+    assert sum(map(len, parts)) == len(whole)
+
+
+def test_every_pair_occurs_once_per_epoch_of_several_streams(many_streams):
+    corpora = [random_pairs(100, first=1000), random_pairs(33)]
+    stream = TrainingStream(corpora, config(rows=1))
+    position, seen = DataPosition(), [Counter() for _ in range(4)]
+    while not position.streams or min(position.streams)[0] < 3:
+        batch, after = stream.read(position)
+        places = position.streams or ((0, 0, 0),) * 16
+        moved = zip(places, after.streams, strict=True)
+        ((epoch, _, _),) = (before for before, place in moved if before != place)
+        seen[epoch].update(pairs_in(batch))
+        position = after
+    once = Counter(pair for corpus in corpora for pair in all_pairs(corpus))
+    assert seen[:3] == [once] * 3
+
+
+def test_a_position_in_other_data_is_refused():
+    stream = TrainingStream([random_pairs(40)], config(rows=4))
+    with pytest.raises(UserError, match=r"begin with DataPosition\(epoch=2\)"):
+        stream.read(DataPosition(epoch=1, streams=((1, 0, 0), (1, 0, 0))))
+
+
+def test_a_position_of_earlier_versions_needs_their_order(many_streams):
+    corpus = random_pairs(40)
+    with pytest.raises(UserError, match=r"data\.order=1: set that"):
+        TrainingStream([corpus], config()).read(DataPosition(block=1, row=3))
+    TrainingStream([corpus], config(order=1)).read(DataPosition(block=1, row=3))
+
+
+def test_configurations_of_earlier_versions_have_the_first_order():
+    values = to_dict(ExperimentConfig())
+    assert values["data"].pop("order") == 2
+    assert from_dict(values).data.order == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, "687aca558730b134"),
+        ({"batching": "buckets", "bucket_lengths": (4, 12)}, "60cf27296aa6cb6f"),
+        ({"subword_sampling": 0.1}, "5abf802e6cf08454"),
+        (
+            {"long_sentences": "truncate", "source_row_length": 7, "target_row_length": 6},
+            "a30af1186f25d56a",
+        ),
+        (
+            {"batching": "buckets", "bucket_lengths": (4, 12), "subword_sampling": 0.1},
+            "5891225070663865",
+        ),
+    ],
+)
+def test_the_first_order_is_that_of_earlier_versions(options, expected):
+    """The hashes are those of the version before `data.order`."""
+    texts = Sentences.from_texts([str(500 + i) for i in range(13)])
+    corpora = [
+        sampled_corpus(70),
+        dataclasses.replace(random_pairs(13, seed=1, first=500, weight=2.0), texts=texts),
+    ]
+    setting = config(mixture_temperature=2.0, order=1, **options)
+    batches = read_batches(TrainingStream(corpora, setting, RepeatingSampler()), 60)
+    found = hashlib.sha256(b"".join(leaf.tobytes() for leaf in jax.tree.leaves(batches)))
+    assert found.hexdigest()[:16] == expected
+
+
 # The length of source rows.
 
 
@@ -332,7 +478,7 @@ def natural_pairs(mean, deviation, ratio):
 
 @pytest.mark.parametrize(("ratio", "multiple"), [(0.7, 1), (0.87, 8), (1.0, 8), (1.3, 4)])
 def test_source_and_target_rows_are_filled_equally(ratio, multiple, monkeypatch):
-    monkeypatch.setattr(stream_module, "BLOCK_PAIRS", 65_536)
+    monkeypatch.setattr(mixture, "SINGLE_BLOCK_PAIRS", 65_536)
     corpus = natural_pairs(12, 4.5, ratio)
     setting = config(source_row_length=0, target_row_length=64)
     length = choose_source_row_length([corpus], setting)

@@ -15,12 +15,14 @@ from small_runs import TINY_MODEL, xla_flags
 from flaxformer_mt.exit_codes import ExitCode
 from flaxformer_mt.runs.checkpoint import whole_checkpoints
 from flaxformer_mt.runs.metrics_file import read_metrics
+from flaxformer_mt.runs.step_folders import folder_of, read_record
 
 STEPS = 12
 OPTIONS = (
     "--config=configs/quickstart.py",
     *TINY_MODEL,
-    "--data.generated-pairs=400",
+    "--data.generated-pairs=10000",  # Enough for two virtual streams.
+    "--optimizer.total-steps=12",  # The same warm-up for any number of steps.
     "--data.vocab-size=500",
     "--train.batch-tokens=1024",
     "--train.log-every=1",
@@ -159,6 +161,8 @@ def test_the_same_losses(start, folders, expected):
 def test_each_continues_the_others_checkpoint(start, folders, expected, first, second):
     workdir = folders / f"{first} then {second}"
     start(workdir, first, num_steps=4).finish()
+    record = read_record(folder_of(workdir) / "4")
+    assert len(record["progress"]["position"]["streams"]) == 2
     start(workdir, second).finish()
     assert_same_losses(workdir, expected)
 

@@ -5,13 +5,16 @@ batches are planned in `training_stream`, those of evaluation batches here.
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import flax.struct
 import jax
 import numpy as np
 
+from flaxformer_mt import distributed
 from flaxformer_mt.config import ExperimentConfig, TransformerConfig
 from flaxformer_mt.data.stream.encoded_corpus import EncodedCorpus
 from flaxformer_mt.data.stream.links import pack_links
@@ -89,13 +92,33 @@ class DataPosition(NamedTuple):
     """A position in the training stream, saved in checkpoints to resume with the next batch."""
 
     epoch: int = 0
-    """Completed epochs."""
+    """Completed epochs; of several virtual streams, of the one that is the furthest."""
     block: int = 0
-    """Completed blocks of this epoch."""
+    """Completed blocks of this epoch; 0 if there are `streams`."""
     row: int = 0
-    """Rows of this block that were read."""
+    """Rows of this block that were read; 0 if there are `streams`."""
     step: int = 0
     """Batches that were read since the start. (Positions of earlier versions lack it.)"""
+    streams: tuple[tuple[int, int, int], ...] = ()
+    """Epoch, block and row of each virtual stream, if there are several, and not all are at the
+    beginning of `epoch`. A process only knows those of its own rows; see `to_json`."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns JSON values with the streams of all processes, each of which has to call this."""
+        values = self._asdict()
+        del values["streams"]
+        if self.streams:
+            texts = distributed.gather_texts([json.dumps(self.streams)])
+            # Those of other processes are where they were when this one began.
+            streams = [max(each) for each in zip(*map(json.loads, texts), strict=True)]
+            values |= {"epoch": max(streams)[0], "streams": streams}
+        return values
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "DataPosition":
+        """Returns the inverse of `to_json`, also for positions of earlier versions."""
+        streams = tuple(tuple(place) for place in values.get("streams", ()))
+        return cls(**{**values, "streams": streams})
 
 
 def make_batch(
@@ -115,7 +138,16 @@ def make_batch(
       shard: the part of the batch to build.
     """
     rows = [*rows, *[()] * (shape.rows - len(rows))][shard.part(shape.rows)]
-    targets = pack(pairs.targets, rows, shape.target_length, model.pad_id)
+    counts = np.array([len(row) for row in rows])
+    members = np.fromiter(itertools.chain.from_iterable(rows), np.int64, counts.sum())
+    return packed_batch(pairs.take(members), counts, shape, model)
+
+
+def packed_batch(
+    pairs: TokenPairs, counts: np.ndarray, shape: BatchShape, model: TransformerConfig
+) -> Batch:
+    """Packs pairs in the order of B rows, of which each has a number, int [B]."""
+    targets = pack(pairs.targets, counts, shape.target_length, model.pad_id)
     batch = Batch(
         encoder_input_tokens=None,
         decoder_input_tokens=decoder_inputs(targets, model.bos_id, model.pad_id),
@@ -128,13 +160,13 @@ def make_batch(
     )
     if pairs.sources is None:
         return batch
-    sources = pack(pairs.sources, rows, shape.source_length, model.pad_id)
+    sources = pack(pairs.sources, counts, shape.source_length, model.pad_id)
     return dataclasses.replace(
         batch,
         encoder_input_tokens=sources.tokens,
         encoder_segment_ids=sources.segment_ids,
         encoder_positions=sources.positions,
-        alignment=pack_links(pairs, rows, shape.source_length, shape.target_length),
+        alignment=pack_links(pairs, counts, shape.source_length, shape.target_length),
     )
 
 
@@ -181,13 +213,14 @@ def evaluation_batches(
     source_lengths, target_lengths = corpus.lengths
     fits = (source_lengths <= packed.source_length) & (target_lengths <= packed.target_length)
     fitting = np.flatnonzero(fits)
-    plan = plan_rows(
+    members, counts = plan_rows(
         source_lengths[fitting],
         target_lengths[fitting],
         packed.source_length,
         packed.target_length,
     )
-    rows_by_shape = {packed: [fitting[row].tolist() for row in plan]}
+    rows_by_shape: dict[BatchShape, list[Sequence[int]]]
+    rows_by_shape = {packed: np.split(fitting[members], counts.cumsum())[:-1]}
     longest_side = np.maximum(source_lengths, target_lengths)
     for pair in np.flatnonzero(~fits).tolist():
         longest = int(longest_side[pair])

@@ -66,19 +66,20 @@ class LinkEncoder:
 
 
 def pack_links(
-    pairs: TokenPairs, rows: Sequence[Sequence[int]], source_length: int, target_length: int
+    pairs: TokenPairs, counts: np.ndarray, source_length: int, target_length: int
 ) -> np.ndarray | None:
-    """Returns `Batch.alignment`, float32 [B, T, S], of B lists of pairs; None without links.
+    """Returns `Batch.alignment`, float32 [B, T, S], of pairs as in `pack`; None without links.
 
     Links of truncated tokens are left out.
     """
     sources, targets, links = pairs.sources, pairs.targets, pairs.links
     if sources is None or links is None:
         return None
-    dense = np.zeros((len(rows), target_length, source_length), np.float32)
+    dense = np.zeros((len(counts), target_length, source_length), np.float32)
+    rows = np.split(np.arange(len(targets)), counts.cumsum())[:-1]
     for row, members in zip(dense, rows, strict=True):
         starts = np.zeros(2, np.int64)
-        for pair in members:
+        for pair in members.tolist():
             ends = starts + np.array([len(sources[pair]), len(targets[pair])])
             tokens = starts + links[pair].reshape(-1, 2)
             # Targets end with the end token, also where they were truncated; sources may.

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,12 +11,59 @@ from flaxformer_mt.config import DataConfig
 from flaxformer_mt.data.stream.encoded_corpus import EncodedCorpus
 from flaxformer_mt.errors import UserError
 
-_PERMUTATION, _ORDER = range(2)
+STREAMS = 256
+"""Number of virtual streams that large data are divided into."""
+
+BLOCK_PAIRS, SINGLE_BLOCK_PAIRS = 2048, 65_536
+"""Approximate number of pairs in a block: of one of several streams, and of a single one. Larger
+blocks fill rows no better, but in each of them the last batch of each bucket is padded."""
+
+WINDOW_BLOCKS = 4
+"""Number of consecutive blocks of a stream whose pairs are mixed."""
+
+CHUNK_PAIRS, CHUNKED_PAIRS = 1024, 2**20
+"""Number of neighboring pairs that stay in one window, and the size of a corpus from which on they
+do: a large store is read in long runs. The pairs of smaller ones are shuffled individually."""
+
+_PERMUTATION, _ORDER, _WINDOW = 0, 1, 4  # Keys of random number generators.
+_SMALL_PERMUTATION = 1024  # Size up to which the whole permutation is made.
 
 
 def generator(seed: int, *key: int) -> np.random.Generator:
     """Returns a random number generator that is a function of the seed and the key."""
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=key))
+
+
+def permuted(numbers: np.ndarray, size: int, random: np.random.Generator) -> np.ndarray:
+    """Returns what a random permutation of `range(size)` makes of some numbers, int64 [any].
+
+    No memory of that size is needed. A Feistel network of eight rounds permutes the numbers that
+    have as many bits as `size - 1`; where its result is not below `size`, it is applied again.
+
+    Source: Black and Rogaway 2002, "Ciphers with arbitrary finite domains", methods 2 and 3.
+    """
+    if size <= _SMALL_PERMUTATION:
+        return random.permutation(size)[numbers]
+    bits = (size - 1).bit_length()
+    shift = np.uint64(bits // 2)
+    high_mask, low_mask = np.uint64((1 << bits - bits // 2) - 1), np.uint64((1 << bits // 2) - 1)
+    keys = random.integers(2**63, size=8, dtype=np.uint64)
+
+    def hashed(half: np.ndarray, key: np.uint64) -> np.ndarray:
+        half = (half + key) * np.uint64(0xFF51AFD7ED558CCD)
+        half = (half ^ half >> np.uint64(33)) * np.uint64(0xC4CEB9FE1A85EC53)
+        return half ^ half >> np.uint64(33)
+
+    result = numbers.astype(np.uint64)
+    moving = np.arange(len(result))
+    while len(moving):
+        high, low = result[moving] >> shift, result[moving] & low_mask
+        for of_high, of_low in zip(keys[::2], keys[1::2], strict=True):
+            high ^= hashed(low, of_high) & high_mask
+            low ^= hashed(high, of_low) & low_mask
+        result[moving] = high << shift | low
+        moving = moving[result[moving] >= size]
+    return result.astype(np.int64)
 
 
 class Mixture:
@@ -26,64 +74,154 @@ class Mixture:
     pairs of a corpus are seen equally often. An epoch has as many draws as there are pairs in
     total: with equal weights and temperature 1, it contains every pair exactly once.
 
+    An epoch is divided among virtual streams, and each of these into blocks. Every window of blocks
+    has the same share of each corpus, and is a function of its number: nothing as large as a corpus
+    is in memory. In the first order (`data.order`), there is one stream, and whole epochs are
+    shuffled in memory.
+
     Attributes:
-      epoch: function from the number of an epoch to its pairs, int64 [draws], as indices into the
-        concatenation of all corpora, whose sizes are positive.
+      streams: number of virtual streams.
+      blocks: function from an epoch to the number of blocks in each stream.
+
+    Args:
+      sizes: numbers of pairs of the corpora, which are positive.
+      weights: of the corpora.
+      config: options of the data.
+      seed: of the order.
     """
 
     def __init__(
-        self, sizes: Sequence[int], weights: Sequence[float], temperature: float, seed: int
+        self, sizes: Sequence[int], weights: Sequence[float], config: DataConfig, seed: int
     ) -> None:
         self._sizes = sizes
         self._seed = seed
+        self._is_first_order = config.order == 1
         # Relative to the largest size: powers of large numbers may overflow.
         relative_sizes = np.array(sizes) / max(sizes)
-        rates = np.array(weights) * relative_sizes ** (1 / temperature)
+        rates = np.array(weights) * relative_sizes ** (1 / config.mixture_temperature)
         self._draws_per_epoch = sum(sizes) * rates / rates.sum()
-        # Two epochs: blocks of the next one are built ahead.
-        self.epoch = functools.lru_cache(maxsize=2)(self._epoch)
+        self.streams = 1
+        # All rows of a batch have the same bucket, so that buckets need a common plan.
+        if not self._is_first_order and config.batching == "packed":
+            while (
+                self.streams < STREAMS and sum(sizes) >= WINDOW_BLOCKS * BLOCK_PAIRS * self.streams
+            ):
+                self.streams *= 2
+        self._block_pairs = SINGLE_BLOCK_PAIRS if self.streams == 1 else BLOCK_PAIRS
+        # Two epochs: blocks of the next one are planned ahead.
+        self.blocks = functools.lru_cache(maxsize=2)(self._blocks)
+        self._shuffled_epoch = functools.lru_cache(maxsize=2)(self._shuffle_epoch)
 
     def size(self, epoch: int) -> int:
         """Returns the number of draws in an epoch."""
         return int((self._drawn(epoch + 1) - self._drawn(epoch)).sum())
 
-    def _epoch(self, epoch: int) -> np.ndarray:
+    def _blocks(self, epoch: int) -> int:
+        return max(1, round(self.size(epoch) / (self.streams * self._block_pairs)))
+
+    def draws(self, epoch: int, stream: int, block: int) -> np.ndarray:
+        """Returns the pairs of a block, int64 [pairs], as indices into all corpora in a row."""
+        blocks = self.blocks(epoch)
+        if self._is_first_order:
+            return _part(self._shuffled_epoch(epoch), block, blocks)
+        first = block - block % WINDOW_BLOCKS
+        count = min(WINDOW_BLOCKS, blocks - first)
+        begin = first * self.streams + stream * count
+        draws = self._part_of_epoch(epoch, begin, begin + count, blocks * self.streams)
+        random = generator(self._seed, _WINDOW, epoch, stream, first)
+        return _part(random.permutation(draws), block - first, count)
+
+    def sample(self, count: int) -> np.ndarray:
+        """Returns the draws of the first blocks, at most `count`."""
+        blocks = (
+            (block, stream) for block in range(self.blocks(0)) for stream in range(self.streams)
+        )
+        draws: list[np.ndarray] = []
+        while sum(map(len, draws)) < count and (place := next(blocks, None)):
+            draws.append(self.draws(0, place[1], place[0]))
+        return np.concatenate(draws)[:count]
+
+    def streams_of_rows(self, rows: int, step: int) -> np.ndarray:
+        """Returns the virtual stream that each row of a batch is read from, int64 [rows].
+
+        Consecutive rows have the same or consecutive streams: part i of n of every batch takes part
+        i of n of the streams, if n divides the number of both. Where there are more streams than
+        rows, they take turns.
+        """
+        groups = math.gcd(rows, self.streams)
+        group, row = np.divmod(np.arange(rows), rows // groups)
+        turns = self.streams // groups
+        return group * turns + (step * (rows // groups) + row) % turns
+
+    def _shuffle_epoch(self, epoch: int) -> np.ndarray:
+        draws = self._part_of_epoch(epoch, 0, 1, 1)
+        return generator(self._seed, _ORDER, epoch).permutation(draws)
+
+    def _part_of_epoch(self, epoch: int, begin: int, end: int, parts: int) -> np.ndarray:
+        """Returns the draws of the parts from `begin` to `end` of an epoch, by corpus."""
+        first, last = self._drawn(epoch), self._drawn(epoch + 1)
+        bounds = (first + (last - first) * boundary // parts for boundary in (begin, end))
         first_pairs = np.cumsum([0, *self._sizes[:-1]])
-        draws = [
-            first_pair + self._draw(corpus, first, last)
-            for corpus, (first_pair, first, last) in enumerate(
-                zip(first_pairs, self._drawn(epoch), self._drawn(epoch + 1), strict=True)
-            )
-        ]
-        return generator(self._seed, _ORDER, epoch).permutation(np.concatenate(draws))
+        return np.concatenate(
+            [
+                first_pair + self._draw(corpus, *each)
+                for corpus, (first_pair, *each) in enumerate(zip(first_pairs, *bounds, strict=True))
+            ]
+        )
 
     def _drawn(self, epochs: int) -> np.ndarray:
         return np.rint(epochs * self._draws_per_epoch).astype(np.int64)
 
     def _draw(self, corpus: int, first: int, last: int) -> np.ndarray:
         size = self._sizes[corpus]
-        first_round = first // size
         rounds = [
-            generator(self._seed, _PERMUTATION, corpus, number).permutation(size)
-            for number in range(first_round, -(-last // size))
+            self._shuffled(
+                corpus,
+                number,
+                np.arange(max(first - number * size, 0), min(last - number * size, size)),
+            )
+            for number in range(first // size, -(-last // size))
         ]
-        start = first_round * size
-        return np.concatenate([np.empty(0, np.int64), *rounds])[first - start : last - start]
+        return np.concatenate([np.empty(0, np.int64), *rounds])
+
+    def _shuffled(self, corpus: int, number: int, places: np.ndarray) -> np.ndarray:
+        """Returns the pairs at consecutive places of a permutation of a corpus, int64 [places]."""
+        size = self._sizes[corpus]
+        random = generator(self._seed, _PERMUTATION, corpus, number)
+        if self._is_first_order:
+            return random.permutation(size)[places]
+        if not len(places):
+            return places
+        # Chunks begin elsewhere in each permutation. The pairs that fill none are the last.
+        rotation = random.integers(size)
+        length = CHUNK_PAIRS if size >= CHUNKED_PAIRS else 1
+        chunks = np.arange(places[0] // length, places[-1] // length + 1)
+        is_whole = chunks < size // length
+        chunks[is_whole] = permuted(chunks[is_whole], size // length, random)
+        starts = chunks[places // length - places[0] // length] * length
+        return (starts + places % length + rotation) % size
 
 
-def select_pairs(corpus: EncodedCorpus, config: DataConfig) -> tuple[EncodedCorpus, np.ndarray]:
+def _part(values: np.ndarray, index: int, count: int) -> np.ndarray:
+    first, last = (len(values) * boundary // count for boundary in (index, index + 1))
+    return values[first:last]
+
+
+def select_pairs(
+    corpus: EncodedCorpus, config: DataConfig
+) -> tuple[EncodedCorpus, np.ndarray | None]:
     """Selects the pairs to train on, according to `data.long_sentences`.
 
     Returns:
       The corpus, with a report that includes the pairs longer than a row, and the ascending indices
-      of the pairs to train on, int64 [kept]. Truncation is left to the caller.
+      of the pairs to train on, int64 [kept], or None for all. Truncation is left to the caller.
     """
     source_row_length, target_row_length = config.row_lengths
     source_lengths, target_lengths = corpus.lengths
     fits = (source_lengths <= source_row_length) & (target_lengths <= target_row_length)
     too_long = np.flatnonzero(~fits)
     if not len(too_long):
-        return corpus, np.arange(len(fits))
+        return corpus, None
 
     first = int(too_long[0])
     example = (
@@ -98,7 +236,7 @@ def select_pairs(corpus: EncodedCorpus, config: DataConfig) -> tuple[EncodedCorp
         raise UserError(f"{problem}; raise it, or set data.long_sentences to drop or truncate")
     if config.long_sentences == "truncate":
         report = dataclasses.replace(corpus.report, truncated=len(too_long))
-        return dataclasses.replace(corpus, report=report), np.arange(len(fits))
+        return dataclasses.replace(corpus, report=report), None
     if len(too_long) == len(fits):
         raise UserError(f"{problem}; raise it, or set data.long_sentences to truncate")
     return corpus.without("longer than a row", example, too_long), np.flatnonzero(fits)

@@ -6,6 +6,7 @@ attention is restricted.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -46,7 +47,12 @@ class Sentences:
     def join(cls, parts: Sequence["Sentences"]) -> "Sentences":
         """Concatenates ragged arrays, of which there must be at least one."""
         lengths = np.concatenate([part.lengths for part in parts])
-        return cls(np.concatenate([part.tokens for part in parts]), _offsets(lengths))
+        return cls.of_lengths(np.concatenate([part.tokens for part in parts]), lengths)
+
+    @classmethod
+    def of_lengths(cls, tokens: np.ndarray, lengths: np.ndarray) -> "Sentences":
+        """Divides concatenated sequences of these lengths."""
+        return cls(tokens, _offsets(lengths))
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -58,6 +64,11 @@ class Sentences:
     def lengths(self) -> np.ndarray:
         """Number of tokens in each sentence, int64 [sentences]."""
         return np.diff(self.offsets)
+
+    def span(self, first: int, last: int) -> "Sentences":
+        """Returns the sentences from `first` to before `last`, without copying their tokens."""
+        offsets = self.offsets[first : last + 1]
+        return Sentences(self.tokens[offsets[0] : offsets[-1]], offsets - offsets[0])
 
     def take(self, indices: np.ndarray) -> "Sentences":
         """Copies the sentences with these indices, int [taken]."""
@@ -113,79 +124,97 @@ def _each(function: Callable[..., Sentences], *parts: TokenPairs) -> TokenPairs:
     return TokenPairs(**results)
 
 
-class _Unplaced:
-    """The pairs that are not yet assigned to a row, indexed by size, in the given order.
+def _fill_rows(
+    sizes: Any,
+    width: int,
+    source_row_length: int,
+    target_row_length: int,
+    newest: Any,
+    earlier: Any,
+    placed: Any,
+    counts: Any,
+) -> int:
+    """Fills rows sequentially, see `plan_rows`, and returns their number.
 
-    A size encodes the two lengths of a pair as one number, `source * radix + target`; so does the
-    free space of a row. The radix is large enough for differences: if a length would become
-    negative, the difference is not a valid size.
+    Written for lists and arrays alike: as it is, and compiled by numba.
+
+    Args:
+      sizes: source length * width + target length of each pair, in the order of placement.
+      width: more than the longest target.
+      source_row_length: S.
+      target_row_length: T.
+      newest: for each size -1; used for the last pair of this size that is not placed yet.
+      earlier: for each pair 0; used for the one of the same size before it, or -1.
+      placed: receives the pairs, row by row.
+      counts: receives the number of pairs in each row.
     """
-
-    def __init__(self, pairs: list[int], sizes: list[int], radix: int):
-        self._radix = radix
-        self._longest_target = radix // 2 - 1
-        self._pairs: dict[int, list[int]] = {}
-        for pair, size in zip(pairs, sizes, strict=True):
-            self._pairs.setdefault(size, []).append(pair)
-        # Bit s of entry t is set while there are pairs of s source and t target tokens.
-        self._source_lengths = [0] * (self._longest_target + 1)
-        for size in self._pairs:
-            self._flip(size)
-        self._queue = sizes
-        self._next = 0
-
-    def __bool__(self) -> bool:
-        return bool(self._pairs)
-
-    def take(self, size: int) -> int:
-        """Removes and returns a pair of this size, which must exist."""
-        pairs = self._pairs[size]
-        pair = pairs.pop()
-        if not pairs:
-            del self._pairs[size]
-            self._flip(size)
-        return pair
-
-    def choose(self, space: int) -> tuple[int, ...]:
-        """Returns the sizes of the next one or two pairs that fit into the free space of a row.
-
-        Preferred are a candidate and another pair that together fill the space exactly on both
-        sides; otherwise the first candidate that fits; otherwise the largest pair that fits.
-        """
-        pairs, queue = self._pairs, self._queue
-        # Skips sizes whose pairs were all taken out of order.
-        while self._next < len(queue) and queue[self._next] not in pairs:
-            self._next += 1
-        fit = None
-        for size in queue[self._next : self._next + _CANDIDATES]:
-            if size not in pairs:
-                continue
-            rest = space - size
-            if rest in pairs and (rest != size or len(pairs[size]) > 1):
-                return size, rest
-            if fit is None and rest >= 0 and rest % self._radix <= self._longest_target:
-                fit = size
-        if fit is None:
-            fit = self._largest(space)
-        return () if fit is None else (fit,)
-
-    def _largest(self, space: int) -> int | None:
-        """Returns the size with the most tokens in total that fits into `space`."""
-        source_space, target_space = divmod(space, self._radix)
-        up_to_source_space = (2 << source_space) - 1
-        most, largest = 0, None
-        for target in range(target_space, 0, -1):
-            if source_space + target <= most:
+    count = len(sizes)
+    longest_source = len(newest) // width - 1
+    longest_target = width - 1
+    for pair in range(count):
+        earlier[pair] = newest[sizes[pair]]
+        newest[sizes[pair]] = pair
+    first, taken, rows = 0, 0, 0
+    while taken < count:
+        source_space, target_space = source_row_length, target_row_length
+        while True:
+            # Skips sizes whose pairs were all taken out of order.
+            while first < count and newest[sizes[first]] < 0:
+                first += 1
+            fit, partner = -1, -1
+            for pair in range(first, min(first + _CANDIDATES, count)):
+                size = sizes[pair]
+                if newest[size] < 0:
+                    continue
+                source_rest = source_space - size // width
+                target_rest = target_space - size % width
+                if source_rest < 0 or target_rest < 0:
+                    continue
+                if fit < 0:
+                    fit = size
+                if source_rest <= longest_source and target_rest <= longest_target:
+                    rest = source_rest * width + target_rest
+                    # Two of the same size are needed if both are equal.
+                    if newest[rest] >= 0 and (rest != size or earlier[newest[size]] >= 0):
+                        fit, partner = size, rest
+                        break
+            if fit < 0:
+                # The size with the most tokens in total that fits.
+                most = 0
+                for target in range(min(target_space, longest_target), 0, -1):
+                    source = min(source_space, longest_source)
+                    if source_space + target <= most:
+                        break
+                    while source + target > most and source >= 0:
+                        if newest[source * width + target] >= 0:
+                            most, fit = source + target, source * width + target
+                        source -= 1
+            if fit < 0:
                 break
-            sources = self._source_lengths[target] & up_to_source_space
-            source = sources.bit_length() - 1
-            if sources and source + target > most:
-                most, largest = source + target, source * self._radix + target
-        return largest
+            for size in (fit, partner):
+                if size >= 0:
+                    pair = newest[size]
+                    newest[size] = earlier[pair]
+                    placed[taken] = pair
+                    taken += 1
+                    counts[rows] += 1
+                    source_space -= size // width
+                    target_space -= size % width
+        rows += 1
+    return rows
 
-    def _flip(self, size: int) -> None:
-        source, target = divmod(size, self._radix)
-        self._source_lengths[target] ^= 1 << source
+
+@functools.cache
+def _compiled_fill_rows() -> Callable[..., int] | None:
+    """Returns `_fill_rows` as machine code, or None if numba is not installed."""
+    try:
+        import numba
+    except ImportError:
+        return None
+    try:
+        return numba.njit(nogil=True, cache=True)(_fill_rows)
+    except RuntimeError:  # There is no writable folder for the machine code.
+        return numba.njit(nogil=True)(_fill_rows)
 
 
 def plan_rows(
@@ -194,13 +223,18 @@ def plan_rows(
     source_row_length: int,
     target_row_length: int,
     order: np.ndarray | None = None,
-) -> list[list[int]]:
-    """Assigns all pairs to rows, and returns the indices of the pairs in each row.
+) -> tuple[np.ndarray, np.ndarray]:
+    """Assigns all pairs to rows.
 
     Rows are filled sequentially: with the next pairs, and finally, if possible, with two pairs that
     fill the row exactly on both sides. While many pairs are left, such a combination nearly always
-    exists (one dictionary lookup per candidate finds it), so only the last of many thousand rows
-    have gaps. A random order fills rows better than an order by length.
+    exists (one lookup per candidate finds it), so only the last of many hundred rows have gaps. If
+    nothing of the next pairs fits, the largest pair that does is taken. A random order fills rows
+    better than an order by length.
+
+    With numba, which the extras for accelerators install, this takes a fortieth of the time. It was
+    chosen over an extension in C since wheels need no compiler then, nor one wheel per platform,
+    and the code is the same with and without.
 
     Args:
       source_lengths: int [pairs], at most S; zeros without a source side.
@@ -208,22 +242,26 @@ def plan_rows(
       source_row_length: S.
       target_row_length: T.
       order: int [pairs], the permutation in which pairs are placed. Default: ascending.
+
+    Returns:
+      The indices of the pairs, int64 [pairs], row by row, and how many each row has, int64 [rows].
     """
     _check_lengths(source_lengths, source_row_length)
     _check_lengths(target_lengths, target_row_length)
     order = np.arange(len(target_lengths)) if order is None else order
-    radix = 2 * (target_row_length + 1)
-    sizes = source_lengths[order].astype(np.int64) * radix + target_lengths[order]
-    unplaced = _Unplaced(order.tolist(), sizes.tolist(), radix)
-    rows: list[list[int]] = []
-    while unplaced:
-        row: list[int] = []
-        space = source_row_length * radix + target_row_length
-        while chosen := unplaced.choose(space):
-            row += map(unplaced.take, chosen)
-            space -= sum(chosen)
-        rows.append(row)
-    return rows
+    width = int(target_lengths.max(initial=0)) + 1
+    sizes = source_lengths[order].astype(np.int64) * width + target_lengths[order]
+    newest = np.full((int(source_lengths.max(initial=0)) + 1) * width, -1)
+    arrays = [newest, *(np.zeros(len(order), np.int64) for _ in range(3))]
+    arguments: list[Any] = [sizes, width, source_row_length, target_row_length, *arrays]
+    fill_rows = _compiled_fill_rows()
+    if fill_rows is None:
+        # Elements of lists are faster to access in Python.
+        arguments = [each.tolist() if isinstance(each, np.ndarray) else each for each in arguments]
+        fill_rows = _fill_rows
+    rows = fill_rows(*arguments)
+    placed, counts = (np.array(each, np.int64) for each in arguments[-2:])
+    return order[placed], counts[:rows]
 
 
 def _check_lengths(lengths: np.ndarray, row_length: int) -> None:
@@ -247,27 +285,19 @@ class PackedRows:
     positions: np.ndarray
 
 
-def pack(
-    sentences: Sentences, rows: Sequence[Sequence[int]], row_length: int, pad_id: int
-) -> PackedRows:
-    """Packs sentences, given by the indices of each of B rows, which must fit into its length."""
-    counts = np.array([len(members) for members in rows])
-    members = np.fromiter(itertools.chain.from_iterable(rows), np.int64, counts.sum())
-    taken = sentences.take(members)
-    lengths = taken.lengths
-    # From here on, one entry per token.
-    row = np.repeat(np.repeat(np.arange(len(rows)), counts), lengths)
-    column = _count_up(np.bincount(row, minlength=len(rows)))
-
-    shape = (len(rows), row_length)
+def pack(sentences: Sentences, counts: np.ndarray, row_length: int, pad_id: int) -> PackedRows:
+    """Packs sentences in the order of B rows, of which each has a number, int [B], and fits."""
+    fill = np.diff(sentences.offsets[_offsets(counts)])
+    used = np.arange(row_length) < fill[:, np.newaxis]
     packed = PackedRows(
-        tokens=np.full(shape, pad_id, np.int32),
-        segment_ids=np.zeros(shape, np.int32),
-        positions=np.zeros(shape, np.int32),
+        tokens=np.full(used.shape, pad_id, np.int32),
+        segment_ids=np.zeros(used.shape, np.int32),
+        positions=np.zeros(used.shape, np.int32),
     )
-    packed.tokens[row, column] = taken.tokens
-    packed.segment_ids[row, column] = np.repeat(1 + _count_up(counts), lengths)
-    packed.positions[row, column] = _count_up(lengths)
+    lengths = sentences.lengths
+    packed.tokens[used] = sentences.tokens
+    packed.segment_ids[used] = np.repeat(1 + _count_up(counts), lengths)
+    packed.positions[used] = _count_up(lengths)
     return packed
 
 
@@ -293,6 +323,7 @@ def decoder_inputs(targets: PackedRows, bos_id: int, pad_id: int) -> np.ndarray:
     Each segment starts with `bos_id` (-1 if decoding starts from the zero vector), followed by its
     own tokens except the last, so that no token crosses a segment boundary.
     """
-    shifted = np.roll(targets.tokens, 1, axis=1)
-    inputs = np.where(targets.positions == 0, bos_id, shifted)
-    return np.where(targets.segment_ids == 0, pad_id, inputs).astype(np.int32)
+    inputs = np.roll(targets.tokens, 1, axis=1)
+    inputs[targets.positions == 0] = bos_id
+    inputs[targets.segment_ids == 0] = pad_id
+    return inputs

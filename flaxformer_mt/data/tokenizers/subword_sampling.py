@@ -16,6 +16,7 @@ MOST_SPLITS = 64
 """Number of best segmentations from which a unigram model samples; others are far less likely."""
 
 _CACHED_WORDS = 100_000  # Most text consists of few distinct words.
+_CACHED_SPLITS = 400_000  # Of words with dropped merges, mostly one or two.
 
 
 class BpeDropout:
@@ -44,6 +45,7 @@ class BpeDropout:
         self._encode = encode
         self._whole = tuple(whole)
         self._best = functools.lru_cache(_CACHED_WORDS)(self._split_best)
+        self._split = functools.lru_cache(_CACHED_SPLITS)(self._split_without)
 
     def sample(self, words: Sequence[str], seed: int, amount: float) -> list[list[int]]:
         """Returns the token ids of each word; `amount` is the probability of dropping a merge."""
@@ -51,10 +53,15 @@ class BpeDropout:
         first_dropped = np.random.default_rng(seed).geometric(amount, size=len(words))
         draw = random.Random(seed).random
         sampled = []
-        for word, first in zip(words, first_dropped.tolist(), strict=True):
+        for word, merge in zip(words, first_dropped.tolist(), strict=True):
             ids, merges = self._best(word)
-            if first <= merges:
-                ids, _ = self._split(word, _is_dropped(first, amount, draw))
+            dropped: tuple[int, ...] = ()
+            while merge <= merges:
+                dropped = (*dropped, merge)
+                ids, merges = self._split(word, dropped)
+                merge += 1
+                while merge <= merges and draw() >= amount:
+                    merge += 1
             sampled.append(ids)
         return sampled
 
@@ -63,10 +70,10 @@ class BpeDropout:
         is_whole = any(piece in word for piece in self._whole)
         if is_whole or not self._ids.keys() >= set(word):
             return self._encode(word), 0
-        return self._split(word, lambda number: False)
+        return self._split(word, ())
 
-    def _split(self, word: str, is_dropped: Callable[[int], bool]) -> tuple[list[int], int]:
-        """Returns the ids and the number of possible merges; each may be dropped, by its number."""
+    def _split_without(self, word: str, dropped: tuple[int, ...]) -> tuple[list[int], int]:
+        """Returns the ids and the number of possible merges, without those of some numbers."""
         pieces = list(word)
         # Neighbors of the piece that starts at a character; merged pieces are set to "".
         left = list(range(-1, len(word) - 1))
@@ -88,7 +95,7 @@ class BpeDropout:
             if not pieces[start] or end < 0 or pieces[start] + pieces[end] != merged:
                 continue  # One of the two has since been merged with another piece.
             possible += 1
-            if is_dropped(possible):
+            if possible in dropped:
                 continue
             pieces[start], pieces[end] = merged, ""
             right[start] = right[end]
@@ -97,10 +104,6 @@ class BpeDropout:
             propose(left[start])
             propose(start)
         return [self._ids[piece] for piece in pieces if piece], possible
-
-
-def _is_dropped(first: int, amount: float, draw: Callable[[], float]) -> Callable[[int], bool]:
-    return lambda number: number == first or (number > first and draw() < amount)
 
 
 class UnigramSampling:

@@ -70,9 +70,12 @@ class Progress:
         self.batch_shapes = tuple(dict.fromkeys([*self.batch_shapes, *batch_shapes]))
 
     def to_json(self) -> dict[str, Any]:
-        """Returns JSON values, with the keys of checkpoints of earlier versions."""
+        """Returns JSON values, with the keys of checkpoints of earlier versions.
+
+        Of several processes, each has to call this.
+        """
         values = dataclasses.asdict(self)  # A copy: the checkpoint is written later.
-        values["position"] = self.position._asdict()
+        values["position"] = self.position.to_json()
         values["interval"]["figures"] = values["interval"].pop("metrics")
         for best in (values["best"], values["stopping"]):
             best["merit"] = best.pop("score")
@@ -90,7 +93,7 @@ class Progress:
             for name in ("best", "stopping")
         )
         return cls(
-            position=DataPosition(**values["position"]),
+            position=DataPosition.from_json(values["position"]),
             interval=Interval(metrics, interval["seconds"], interval["seconds_waited"]),
             skipped=values["skipped"],
             best=best,

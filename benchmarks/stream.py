@@ -1,0 +1,271 @@
+"""Measures the training stream: tokens per second of one core that plans and reads batches.
+
+    python benchmarks/stream.py [--pairs 4000000] [--case NAME ...] [--json FILE]
+
+A store of synthetic pairs is written to a temporary folder and memory-mapped, as in training. Each
+case runs in a process of its own, on one core where the system can pin it, after a warm-up. Printed
+are source and target tokens per second, padding left out; the fraction of positions that have a
+token; the seconds from the opened store to the first batch; and the peak memory.
+
+Cases: packed, buckets and mixture (of two corpora) are a single process that reads whole batches;
+of8 and of64 one of so many processes; sampling has BPE-dropout of the sources; cold drops the store
+from the page cache first, where the system allows it. bound is NumPy that packs pairs in the order
+of the store into rows that were planned before, by next-fit. grain, if it is installed, shuffles
+pairs of the same arrays and packs them by its first-fit.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import multiprocessing
+import os
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+LENGTH, MEAN = 64, 26
+SECONDS = 8.0
+CASES = (
+    "bound", "packed", "of8", "of64", "buckets", "mixture", "sampling", "cold", "grain",
+)  # fmt: skip
+
+
+def write(folder: Path, pairs: int, with_texts: bool) -> None:
+    """Writes sides in the layout of a token store, and for sampling texts and a vocabulary."""
+    random = np.random.default_rng(0)
+    targets = np.clip(random.gamma(8, MEAN / 8, pairs).astype(np.int64), 2, LENGTH)
+    sources = np.clip(targets + random.normal(0, 3, pairs).astype(np.int64), 2, LENGTH)
+    for name, lengths in (("source", sources), ("target", targets)):
+        np.concatenate([[0], np.cumsum(lengths)]).tofile(folder / f"{name}.offsets")
+        random.integers(4, 10_000, lengths.sum(), np.uint16).tofile(folder / f"{name}.tokens")
+    if with_texts:
+        write_texts(folder, sources, random)
+
+
+def write_texts(folder: Path, lengths: np.ndarray, random: np.random.Generator) -> None:
+    """Writes sentences of words whose frequencies follow Zipf's law, and a BPE model of them."""
+    import sentencepiece
+
+    syllables = [a + b for a in "bdfgklmnprstvz" for b in "aeiou"]
+    words = [
+        "".join(random.choice(syllables, size)) for size in random.integers(1, 5, 50_000).tolist()
+    ]
+    frequencies = 1 / np.arange(10, len(words) + 10)
+    drawn = random.choice(words, int(lengths.sum()) // 2, p=frequencies / frequencies.sum())
+    texts, first = [], 0
+    for length in (lengths // 2).tolist():  # About two pieces per word.
+        texts.append(" ".join(drawn[first : first + length]))
+        first += length
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts[:50_000]), model_prefix=str(folder / "bpe"), model_type="bpe",
+        vocab_size=8000, character_coverage=1.0, minloglevel=2,
+    )  # fmt: skip
+    encoded = [text.encode() for text in texts]
+    np.cumsum([0, *map(len, encoded)]).tofile(folder / "text.offsets")
+    (folder / "text.bytes").write_bytes(b"".join(encoded))
+
+
+class Sampler:
+    """The part of a tokenizer that the stream uses."""
+
+    def __init__(self, folder: Path):
+        from flaxformer_mt.data.tokenizers import sentencepiece_model
+
+        model = sentencepiece_model.open_model((folder / "bpe.model").read_bytes(), "bpe")
+        self.sample = sentencepiece_model.TextSampler(model).sample
+
+    def with_source_end(self, tokens: list[int]) -> list[int]:
+        """Appends the end token."""
+        return [*tokens, 2]
+
+
+def opened(folder: Path, with_texts: bool = False) -> Any:
+    from flaxformer_mt.data.stream.encoded_corpus import CorpusReport, EncodedCorpus, SideReport
+    from flaxformer_mt.data.stream.packing import Sentences
+
+    def side(name: str, suffix: str, dtype: type) -> Sentences:
+        tokens = np.memmap(folder / f"{name}.{suffix}", dtype, "r")
+        return Sentences(
+            np.asarray(tokens), np.asarray(np.memmap(folder / f"{name}.offsets", np.int64, "r"))
+        )
+
+    sides = side("source", "tokens", np.uint16), side("target", "tokens", np.uint16)
+    reports = (SideReport(len(each.tokens), 0.0, 0, 0, 0) for each in sides)
+    return EncodedCorpus(
+        *sides,
+        texts=side("text", "bytes", np.uint8) if with_texts else None,
+        name="synthetic",
+        report=CorpusReport(len(sides[1]), {}, *reports),
+    )
+
+
+def sub_corpus(corpus: Any, first: int, last: int) -> Any:
+    from flaxformer_mt.data.stream.packing import Sentences
+
+    sides = (
+        Sentences(s.tokens, s.offsets[first : last + 1]) for s in (corpus.sources, corpus.targets)
+    )
+    sources, targets = sides
+    return dataclasses.replace(corpus, sources=sources, targets=targets)
+
+
+def our_batches(case: str, folder: Path) -> Iterator[tuple[int, int]]:
+    """Yields the numbers of tokens and of positions in the batches of one process."""
+    from flaxformer_mt.config import DataConfig, ExperimentConfig, TrainConfig
+    from flaxformer_mt.data.stream.batches import Shard
+    from flaxformer_mt.data.stream.training_stream import TrainingStream
+
+    processes = {"of8": 8, "of64": 64}.get(case, 1)
+    data = DataConfig(
+        source_row_length=LENGTH,
+        target_row_length=LENGTH,
+        batching="buckets" if case == "buckets" else "packed",
+        bucket_lengths=(16, 32, 48, LENGTH),
+        subword_sampling=0.1 if case == "sampling" else 0,
+    )
+    # 256 rows for each process, 16,384 target positions.
+    train = TrainConfig(batch_tokens=256 * LENGTH * processes)
+    corpus = opened(folder, case == "sampling")
+    corpora = [corpus]
+    if case == "mixture":
+        middle = len(corpus.targets) // 3
+        corpora = [sub_corpus(corpus, 0, middle), sub_corpus(corpus, middle, len(corpus.targets))]
+    sampler: Any = Sampler(folder) if case == "sampling" else None
+    stream = TrainingStream(corpora, ExperimentConfig(data=data, train=train), sampler)
+    position = stream.start
+    while True:
+        batch, position = stream.read(position, Shard(0, processes))
+        yield counted(batch)
+
+
+def bound_batches(folder: Path) -> Iterator[tuple[int, int]]:
+    from flaxformer_mt.config import TransformerConfig
+    from flaxformer_mt.data.stream.batches import BatchShape, packed_batch
+    from flaxformer_mt.data.stream.packing import TokenPairs
+
+    corpus, model = opened(folder), TransformerConfig()
+    sides = corpus.sources, corpus.targets
+    plans = []
+    first = 0
+    for _ in range(200):
+        ends, counts = first, []
+        for _ in range(256):
+            # A row ends before the first pair that exceeds it on a side.
+            fitting = [s.offsets[ends : ends + LENGTH] - s.offsets[ends] <= LENGTH for s in sides]
+            counts.append(int(np.logical_and(*fitting).sum()) - 1)
+            ends += counts[-1]
+        plans.append((first, ends, np.array(counts)))
+        first = ends
+    for first, last, counts in itertools.cycle(plans):
+        pairs = TokenPairs(*(side.span(first, last) for side in sides))
+        yield counted(packed_batch(pairs, counts, BatchShape(256, LENGTH, LENGTH), model))
+
+
+def counted(batch: Any) -> tuple[int, int]:
+    sides = batch.encoder_segment_ids, batch.decoder_segment_ids
+    return sum(int(np.count_nonzero(s)) for s in sides), sum(s.size for s in sides)
+
+
+def grain_batches(folder: Path) -> Iterator[tuple[int, int]]:
+    import grain
+    from grain import experimental
+
+    corpus = opened(folder)
+
+    class Source:
+        def __len__(self) -> int:
+            return len(corpus.targets)
+
+        def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+            return {"source": corpus.sources[index], "target": corpus.targets[index]}
+
+    pairs = grain.MapDataset.source(Source()).shuffle(seed=0).repeat().to_iter_dataset(
+        grain.ReadOptions(num_threads=0)
+    )  # fmt: skip
+    lengths = {"source": LENGTH, "target": LENGTH}
+    rows = experimental.FirstFitPackIterDataset(pairs, length_struct=lengths, num_packing_bins=64)
+    for batch in rows.batch(256):
+        sides = batch["source_segment_ids"], batch["target_segment_ids"]
+        yield sum(int(np.count_nonzero(s)) for s in sides), sum(s.size for s in sides)
+
+
+def drop_pages(folder: Path) -> None:
+    """Asks the system to forget the pages of the store."""
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def measure(case: str, folder: Path) -> dict[str, float]:
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    special: dict[str, Callable[[Path], Iterator[tuple[int, int]]]]
+    special = {"bound": bound_batches, "grain": grain_batches}
+    start = time.perf_counter()
+    batches = special[case](folder) if case in special else our_batches(case, folder)
+    next(batches)
+    seconds_to_first = time.perf_counter() - start
+    if case != "cold":
+        for _ in range(20):
+            next(batches)
+    tokens = positions = 0
+    start, processor = time.perf_counter(), time.process_time()
+    while time.perf_counter() - start < SECONDS:
+        own, all_positions = next(batches)
+        tokens += own
+        positions += all_positions
+    seconds = time.perf_counter() - start
+    return {
+        "million_tokens_per_second": tokens / seconds / 1e6,
+        "million_tokens_per_processor_second": tokens / (time.process_time() - processor) / 1e6,
+        "fill": tokens / positions,
+        "seconds_to_first_batch": seconds_to_first,
+        "peak_memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--pairs", type=int, default=4_000_000)
+    parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    arguments = parser.parse_args()
+    results = {}
+    with tempfile.TemporaryDirectory() as name:
+        folders = {False: Path(name, "tokens"), True: Path(name, "texts")}
+        for with_texts, folder in folders.items():
+            if (with_texts and "sampling" in arguments.case) or not with_texts:
+                folder.mkdir()
+                write(
+                    folder,
+                    min(arguments.pairs, 10**6) if with_texts else arguments.pairs,
+                    with_texts,
+                )
+        for case in arguments.case:
+            folder = folders[case == "sampling"]
+            if case == "cold":
+                drop_pages(folder)
+            try:
+                with multiprocessing.get_context("spawn").Pool(1) as pool:
+                    results[case] = pool.apply(measure, (case, folder))
+            except ImportError as error:
+                print(f"{case:10}{error}", file=sys.stderr)
+                continue
+            values = "  ".join(f"{key}={value:,.3g}" for key, value in results[case].items())
+            print(f"{case:10}{values}", flush=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
