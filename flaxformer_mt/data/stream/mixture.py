@@ -11,8 +11,9 @@ from flaxformer_mt.config import DataConfig
 from flaxformer_mt.data.stream.encoded_corpus import EncodedCorpus
 from flaxformer_mt.errors import UserError
 
-STREAMS = 256
-"""Number of virtual streams that large data are divided into."""
+STREAMS, SAMPLED_STREAMS = 256, 64
+"""Number of virtual streams that large data are divided into; with subword sampling fewer, since
+the first batch of a single process waits for the sampled sources of a block of each."""
 
 BLOCK_PAIRS, SINGLE_BLOCK_PAIRS = 2048, 65_536
 """Approximate number of pairs in a block: of one of several streams, and of a single one. Larger
@@ -103,9 +104,9 @@ class Mixture:
         self.streams = 1
         # All rows of a batch have the same bucket, so that buckets need a common plan.
         if not self._is_first_order and config.batching == "packed":
-            while (
-                self.streams < STREAMS and sum(sizes) >= WINDOW_BLOCKS * BLOCK_PAIRS * self.streams
-            ):
+            most = SAMPLED_STREAMS if config.subword_sampling else STREAMS
+            of_each = WINDOW_BLOCKS * BLOCK_PAIRS
+            while self.streams < most and sum(sizes) >= of_each * self.streams:
                 self.streams *= 2
         self._block_pairs = SINGLE_BLOCK_PAIRS if self.streams == 1 else BLOCK_PAIRS
         # Two epochs: blocks of the next one are planned ahead.
