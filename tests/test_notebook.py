@@ -51,15 +51,18 @@ def test_a_run_in_a_notebook_is_one_output(tmp_path):
     (text,) = shown(configuration, "text/plain")
     assert text.startswith("ExperimentConfig(model=TransformerConfig(d_model=8")
     assert len(text) < 500
-    (output,) = [each for each in training["outputs"] if each.get("name") != "stderr"]
-    assert output["output_type"] == "stream"
-    lines = output["text"].splitlines()
-    assert sum(line.startswith("step ") for line in lines) == 8 + 2
-    assert "step 8/8 valid" in output["text"]
-    assert not {"\x1b", "\r"} & {*output["text"]}
+    lines = [each["text"] for each in training["outputs"] if each.get("name") == "stdout"]
+    assert not any("step 8/8" in text for text in lines)
+    assert not {"\x1b", "\r"} & {*"".join(lines)}
+    (block,) = shown(training, "text/html")
+    assert "<progress value=8 max=8" in block
+    assert block.count("<polyline") == 2
+    assert ">valid</span> loss " in block
+    assert "translation: " in block
     (page,) = shown(run, "text/html")
     assert "<strong>" in page
     (table,) = shown(checkpoints, "text/html")
     assert table.count("<tr>") == 3
     assert shown(model, "text/plain") == [f"<TrainedModel {str(tmp_path / 'run')!r}, step 8>"]
-    assert "nothing to train: step 8 of 8 is reached" in continued["outputs"][0]["text"]
+    (block,) = shown(continued, "text/html")
+    assert "<progress value=8 max=8" in block

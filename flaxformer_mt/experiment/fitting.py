@@ -25,6 +25,7 @@ from flaxformer_mt.standard_output import BestEffortOutput
 from flaxformer_mt.training import loop
 from flaxformer_mt.training.devices import place
 from flaxformer_mt.training.parameters import Params
+from flaxformer_mt.training.reporting import notebook
 from flaxformer_mt.training.reporting.callbacks import Callback, Callbacks
 from flaxformer_mt.training.reporting.console import ConsoleWriter, Sample, print_labelled
 from flaxformer_mt.training.reporting.metrics import JsonLinesWriter, Writer
@@ -42,15 +43,15 @@ def make_console(file: BestEffortOutput | None = None) -> Console:
     """Returns a console for the progress of a run; quiet in all processes but the first.
 
     In a notebook it prints plain lines, which become one output: Rich would show each line as an
-    output of its own, and take it for a terminal, whose moving lines it cannot show.
+    output of its own. The steps are another, which is updated (`notebook.py`).
     """
-    is_notebook = Console().is_jupyter
+    in_notebook = notebook.is_notebook()
     return Console(
         file=cast(TextIO, file),
         highlight=False,
         markup=False,
         force_jupyter=False,
-        force_terminal=False if is_notebook else None,
+        force_terminal=False if in_notebook else None,
         soft_wrap=True,
         quiet=not distributed.is_main(),
     )
@@ -77,13 +78,17 @@ def fit(
     """
     config, console = experiment.config.train, console or make_console()
     workdir = Path(workdir)
+    in_notebook = notebook.is_notebook()
     display = ConsoleWriter(
-        config.num_steps, console, experiment.dataset.training.batches_per_epoch
+        config.num_steps,
+        Console(quiet=True) if in_notebook else console,
+        experiment.dataset.training.batches_per_epoch,
     )
     if writers is None:
         writers = default_writers(config, workdir, console)
     is_main, devices = distributed.is_main(), experiment.devices.devices
     own = [each for each in writers if isinstance(each, Tracker) and is_main]
+    own += [notebook.NotebookProgress()] if in_notebook else []
     tracking = Trackers(own, console.print)
     untracked = [each for each in writers if not isinstance(each, Tracker)]
 
