@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+import chex
 import pytest
 import safetensors.torch
 import torch
@@ -28,6 +29,22 @@ def test_to_our_own_file_and_back_is_byte_identical(name, tmp_path):
     convert(OWN, OWN, own, tmp_path / "again.safetensors")
     convert(OWN, variant.family, tmp_path / "again.safetensors", tmp_path / "after.pt")
     assert_identical(torch.load(tmp_path / "after.pt", weights_only=True), before)
+
+
+@pytest.mark.parametrize("has_adam", [False, True])
+def test_our_own_file_is_written_and_read_from_python(has_adam, tmp_path):
+    variant = VARIANTS["torch_pre_gelu"]
+    torch.save(trained_checkpoint(variant), tmp_path / "torch.pt")
+    loaded = interop.load_training("torch", tmp_path / "torch.pt", **variant.hints)
+    path, adam = tmp_path / "own.safetensors", loaded.adam if has_adam else None
+    interop.save(OWN, loaded.config, loaded.params, path, adam)
+    config, params = interop.load(OWN, path)
+    assert config == loaded.config
+    chex.assert_trees_all_equal(params, interop.model_params(loaded.params))
+    convert(OWN, "torch", path, tmp_path / "again.pt")
+    assert ("optimizer" in torch.load(tmp_path / "again.pt")) == has_adam
+    with pytest.raises(UserError, match=r"own\.pt: use the suffix \.safetensors"):
+        interop.save(OWN, config, params, tmp_path / "own.pt")
 
 
 def test_our_own_file_can_be_converted_to_what_its_source_can(tmp_path):

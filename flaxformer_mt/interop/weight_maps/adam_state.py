@@ -102,30 +102,7 @@ def save(
     path: str | os.PathLike[str],
     adam: AdamState | None = None,
 ) -> None:
-    """Writes parameters as a state dict that the published module loads.
-
-    Options and vocabularies are not written. Programs that read them from a checkpoint, too (those
-    of a family with `also_reads`), need the module and `load_state_dict`; `convert` writes folders
-    that the programs of Marian and Hugging Face load.
-
-    Args:
-      family: as for `load`.
-      config: the configuration of `params`.
-      params: from `load` or from our model, with or without the subtree `carried`.
-      path: the file, ending in .safetensors or, for a PyTorch file, in .pt.
-      adam: the optimizer's state, from `load_training`. The file, which must be .pt, then contains
-        {"model": the tensors, "optimizer": a state dict of `torch.optim.Adam`}, under the keys
-        that the published code uses.
-
-    Raises:
-      TypeError: an argument is of another type.
-      UserError: the published code cannot have this configuration, the parameters (or moments) do
-        not match it, or the file cannot be written.
-    """
-    if not isinstance(config, TransformerConfig):
-        raise TypeError(f"config must be a TransformerConfig, not {type(config).__name__}")
-    if not isinstance(params, Mapping):
-        raise TypeError(f"params must be nested dicts of arrays, not {type(params).__name__}")
+    """Writes parameters as a state dict of a published module, see `interop.save`."""
     family = families.find(family)
     if adam is not None and Path(path).suffix == ".safetensors":
         raise UserError(f"{path}: PyTorch reads Adam's state from .pt files only: use .pt")

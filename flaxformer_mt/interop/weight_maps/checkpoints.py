@@ -32,26 +32,7 @@ def load(
     path_or_state_dict: str | os.PathLike[str] | Mapping[str, Any],
     **overrides: Any,
 ) -> tuple[TransformerConfig, dict[str, Any]]:
-    """Reads a published checkpoint and converts it to our parameters.
-
-    Args:
-      family: a key of `FAMILIES`, an alias of one (`presets.FAMILY_ALIASES`), or a `Family`.
-      path_or_state_dict: a PyTorch or safetensors file, or a state dict of PyTorch tensors or numpy
-        arrays, possibly nested under "model" or "state_dict" in a dict with training options under
-        "settings", "opt", "args" or "cfg", which are read.
-      **overrides: fields of `TransformerConfig` that do not follow from names and shapes.
-        `num_heads` is required unless the checkpoint contains it; the others default to the
-        family's preset.
-
-    Returns:
-      The configuration, and the parameters as nested dicts of numpy arrays in the file's dtype,
-      possibly with a subtree `carried`: see `weight_maps/mapping.py` and `model_params`.
-
-    Raises:
-      UserError: the file cannot be read, or would run code; a tensor is missing, unexpected, of the
-        wrong shape or dtype, or not finite; tied tensors differ; an override is missing or
-        contradicts the tensors.
-    """
+    """Reads a published checkpoint, see `interop.load`."""
     family = families.find(family)
     with error_context(path_or_state_dict, family.name):
         return from_checkpoint(family, read(family, path_or_state_dict), overrides)
