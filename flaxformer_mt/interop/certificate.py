@@ -22,7 +22,7 @@ import numpy as np
 
 from flaxformer_mt import interop
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.errors import UserError, prefixed
+from flaxformer_mt.errors import UserError, first_line, prefixed
 from flaxformer_mt.input_files import read_json
 from flaxformer_mt.interop.formats.registry import read_bundle
 from flaxformer_mt.interop.weight_maps.adam_state import TrainingState
@@ -129,27 +129,32 @@ def verify(export: Path) -> Verification:
     content = read_json(path)
     with prefixed(f"{path}: "):
         try:
-            family, settings = content["family"], content["settings"]
+            family, settings = str(content["family"]), dict(content["settings"])
             entries = {name: manifest.Entry(**entry) for name, entry in content["files"].items()}
             tokens = tuple(np.array(content["tokens"][name], np.int32) for name in _TOKENS)
             expected = np.array(content["log_probabilities"], np.float64)
             certified = float(content["sites"][0]["relative"])
+            name = content["source"]["name"]
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise UserError("it is not a certificate, or damaged") from error
-    folder = export if export.is_dir() else export.parent
-    problems = [manifest.difference(folder / name, entries[name], name) for name in entries]
-    if not any(problems):
-        found = _compute_export(family, export, settings, tokens).log_probabilities
-        largest = _difference(expected, found)
-        headline = (
-            f"{export} computes the log-probabilities of {content['source']['name']} up to a "
-            f"relative difference of {largest['relative']:.1e}; {certified:.1e} when it was written"
-        )
-        if not largest["relative"] <= max(2 * certified, TOLERANCE):
-            problems.append("they differ by more than when it was written")
-    else:
-        headline = f"{export} is not the export that was certified"
-    return Verification(headline, tuple(filter(None, problems)))
+        folder = export if export.is_dir() else export.parent
+        problems = [manifest.difference(folder / file, entries[file], file) for file in entries]
+        if any(problems):
+            headline = f"{export} is not the export that was certified"
+            return Verification(headline, tuple(filter(None, problems)))
+        try:
+            found = _compute_export(family, export, settings, tokens).log_probabilities
+            largest = _difference(expected, found)["relative"]
+        except (TypeError, ValueError, IndexError) as error:
+            reason = first_line(error)
+            raise UserError(f"its tokens or settings do not fit the export: {reason}") from error
+    headline = (
+        f"{export} computes the log-probabilities of {name} up to a relative difference of "
+        f"{largest:.1e}; {certified:.1e} when it was written"
+    )
+    if largest <= max(2 * certified, TOLERANCE):
+        return Verification(headline, ())
+    return Verification(headline, ("they differ by more than when it was written",))
 
 
 _TOKENS = ("source", "target_input", "target_output")
