@@ -85,8 +85,11 @@ def convert(
             source_family, target_family, source, target, overrides, accepted
         )
         if certified and target_family != OWN:
-            settings = dataclasses.asdict(written.config)
-            notes += certificate.write(found, source, target_family, target, settings)
+            # Sizes that are 0 follow from others.
+            sizes = ("head_dim", "value_dim", "num_kv_heads")
+            fields = dataclasses.asdict(written.config).items()
+            settings = {name: value for name, value in fields if value or name not in sizes}
+            notes += _certified(found, source, target_family, target, settings)
         return notes
     if target_family not in (OWN, *WRITERS):
         raise UserError(f"{target}: use the suffix .safetensors or .pt")
@@ -107,8 +110,17 @@ def convert(
         notes += write(bundle, target, accepted, **options)
     if certified:
         state = TrainingState(bundle.config.model, bundle.params, None)
-        notes += certificate.write(state, source, target_family, target)
+        notes += _certified(state, source, target_family, target, {})
     return notes
+
+
+def _certified(
+    model: TrainingState, source: Path, family: str, export: Path, settings: Mapping[str, Any]
+) -> Notes:
+    try:
+        return certificate.write(model, source, family, export, settings)
+    except UserError as error:
+        return (f"{export} is written, but has no certificate: {error}",)
 
 
 def not_written(family: str, target: str | os.PathLike[str]) -> Notes:

@@ -62,7 +62,8 @@ def test_a_run_exports_to_the_same_formats_however_it_was_computed(target, train
     exported = {}
     for name, run in (("default", trained_run), ("changed", tmp_path / "run")):
         try:
-            convert(OWN, target, run, tmp_path / name)
+            # Values of certificates differ by rounding.
+            convert(OWN, target, run, tmp_path / name, certified=False)
         except UserError as error:  # Some formats need other special tokens or vocabularies.
             exported[name] = str(error).replace(str(run), "run")
             continue

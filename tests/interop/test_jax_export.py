@@ -66,8 +66,8 @@ def test_a_server_without_this_package_translates_the_same(exported):
     )
     assert result.stdout.decode().split("\n") == [*expected, ""]
     assert sorted(path.name for path in folder.iterdir()) == [
-        "encode.jax", "metadata.json", "parameters.npz", "recipe", "reorder.jax", "server.py",
-        "source.spm", "step.jax", "target.spm",
+        "encode.jax", "metadata.json", "parameters.npz", "parity.json", "recipe", "reorder.jax",
+        "server.py", "source.spm", "step.jax", "target.spm",
     ]  # fmt: skip
 
 
@@ -251,9 +251,9 @@ def test_an_expired_export_is_renewed(exported, copy):
     assert convert("jax", "jax", copy, new) == ()
     renewed = contents(new)
     assert renewed.keys() == original.keys()
-    # The functions name the lines of the program that exported them.
+    # The functions name the lines of the program that exported them, the certificate its source.
     assert {name for name in original if renewed[name] != original[name]} <= {
-        "encode.jax", "reorder.jax", "step.jax"
+        "encode.jax", "reorder.jax", "step.jax", "parity.json"
     }  # fmt: skip
     sources = [[5, 6, 7], [8, 9]]
     first, second = (jax_server.Model(folder) for folder in (exported[1], new))

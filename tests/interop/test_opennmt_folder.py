@@ -213,7 +213,7 @@ def test_training_reads_sources_without_end_token(loaded):
 def test_links_of_the_last_word_train_where_no_end_token_follows(source, kept):
     sides = [Sentences.from_lists([tokens]) for tokens in (source, [5, 6, 7, 3])]
     links = Sentences.from_lists([[0, 0, 1, 1, 2, 2]])
-    (dense,) = pack_links(TokenPairs(*sides, links), [[0]], 4, 4)
+    (dense,) = pack_links(TokenPairs(*sides, links), np.array([1]), 4, 4)
     assert [tuple(link) for link in np.argwhere(dense)] == [(index, index) for index in kept]
 
 
