@@ -114,7 +114,7 @@ class ConsoleWriter:
             count = values["skipped_steps"]
             what = "update" if values.get("nonfinite_update") else "loss or gradient"
             self._print(f"step {step:,}: {count} skipped: {what} was not finite", "yellow")
-        parts = [*figures(values), *(["best so far"] if is_best else [])]
+        parts = [*formatted(values), *(["best so far"] if is_best else [])]
         head = f"{self._position(step)} {split}"
         if not self._console.is_terminal:
             left = [f"{self._time_left(step)} left"] if split == "train" else []
@@ -163,7 +163,7 @@ class ConsoleWriter:
         self._console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
-def figures(values: MetricValues) -> list[str]:
+def formatted(values: MetricValues) -> list[str]:
     """Returns the metrics that are shown, in words: "loss 2.0340"."""
     shown = {name: values[name] for name in _FORMATS if name in values}
     if shown.get(_OF_DEVICE) == shown.get("target_tokens_per_second"):

@@ -1,4 +1,4 @@
-"""The progress of a run in a notebook: one output with a bar, the last figures and curves."""
+"""The progress of a run in a notebook: one output with a bar, the last metrics and curves."""
 
 import html
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from flaxformer_mt.training.reporting.console import Sample, figures, some_of
+from flaxformer_mt.training.reporting.console import Sample, formatted, some_of
 from flaxformer_mt.training.reporting.trackers import Tracker
 
 _WIDTH, _HEIGHT = 480, 120
@@ -27,7 +27,7 @@ class NotebookProgress(Tracker):
 
         self._html = HTML
         self._num_steps = config["train"]["num_steps"]
-        self._figures: dict[str, list[str]] = {}
+        self._metrics: dict[str, list[str]] = {}
         self._losses: dict[str, list[tuple[int, float]]] = {split: [] for split in _COLORS}
         self._samples: Sequence[Sample] = ()
         self._output = display(HTML(""), display_id=True)
@@ -45,7 +45,7 @@ class NotebookProgress(Tracker):
                 if name.startswith(f"{split}/")
             }
             if values:
-                self._figures[split] = figures(values)
+                self._metrics[split] = formatted(values)
             if "loss" in values:
                 points.append((step, values["loss"]))
         self._show(step)
@@ -59,7 +59,7 @@ class NotebookProgress(Tracker):
             f"step {step:,}/{self._num_steps:,}",
             *(
                 f"<span style='color: {_COLORS[split]}'>{split}</span> {'  '.join(parts)}"
-                for split, parts in self._figures.items()
+                for split, parts in self._metrics.items()
             ),
             _curves(self._losses),
             *(
