@@ -90,13 +90,13 @@ def write(
     tokens = _example(config)
     expected = _compute(config, params, tokens)
     found = _compute_export(family, export, settings, tokens)
-    differences = {
-        "log_probabilities": (expected.log_probabilities, found.log_probabilities),
-        **{site: (expected.sites[site], each) for site, each in _comparable(expected, found)},
-    }
+    ours = {"log_probabilities": expected.log_probabilities, **expected.sites}
+    theirs = {"log_probabilities": found.log_probabilities, **found.sites}
     rows: list[dict[str, Any]] = [
-        {"site": site, "shape": ours.shape} | _difference(ours, theirs)
-        for site, (ours, theirs) in differences.items()
+        {"site": site, "shape": value.shape} | _difference(ours[site], value)
+        for site, value in theirs.items()
+        # Conversion may add biases, heads or entries of the vocabulary.
+        if site in ours and ours[site].shape == value.shape
     ]
     content = {
         "family": family,
@@ -223,15 +223,6 @@ def _by_exported_functions(folder: Path, tokens: tuple[np.ndarray, ...]) -> np.n
         found, cache = model.step(model.parameters, column[:, None], cache, positions)
         logits.append(found[:, 0])
     return _of_targets(jnp.stack(logits, axis=1), target_output)
-
-
-def _comparable(expected: Computed, found: Computed) -> list[tuple[str, np.ndarray]]:
-    """Returns what has the same shape: conversion may add biases, heads or vocabulary entries."""
-    return [
-        (site, each)
-        for site, each in found.sites.items()
-        if site in expected.sites and expected.sites[site].shape == each.shape
-    ]
 
 
 def _difference(ours: np.ndarray, theirs: np.ndarray) -> dict[str, float]:

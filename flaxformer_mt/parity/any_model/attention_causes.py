@@ -120,11 +120,9 @@ def another_place(segment: Segment) -> Found:
     for second in segment.equations:
         for operand, number in enumerate(second.inputs):
             first = segment.producers.get(number)
-            if first is None or _is_sum(first) == _is_sum(second):
+            if first is None:
                 continue
-            if not (_is_sum(first) or _scales(segment, first)):
-                continue
-            if not (_is_sum(second) or _scales(segment, second)):
+            if {_kind(segment, first), _kind(segment, second)} != {"sum", "scale"}:
                 continue
             for other, term in enumerate(first.inputs):
                 value = segment.values[term]
@@ -137,19 +135,18 @@ def another_place(segment: Segment) -> Found:
                 label = segment.label(term)
                 words = (
                     f"the reference scales the sum, ours {label} alone"
-                    if _is_sum(second)
+                    if _kind(segment, second) == "sum"
                     else f"the reference scales {label} alone, ours the sum"
                 )
                 yield segment.cause("place of a scale", words, {second.outputs[0]: result})
 
 
-def _is_sum(equation: Equation) -> bool:
-    return equation.name in ("add", "sub")
-
-
-def _scales(segment: Segment, equation: Equation) -> bool:
-    numbers = [segment.is_number(segment.origin(n)) for n in equation.inputs]
-    return equation.name in ("mul", "div") and any(numbers)
+def _kind(segment: Segment, equation: Equation) -> str:
+    """Returns "sum", "scale" for a product with or quotient by a number, or ""."""
+    if equation.name in ("add", "sub"):
+        return "sum"
+    has_number = any(segment.is_number(segment.origin(n)) for n in equation.inputs)
+    return "scale" if equation.name in ("mul", "div") and has_number else ""
 
 
 def _each_and_all(numbers: Collection[int]) -> list[list[int]]:

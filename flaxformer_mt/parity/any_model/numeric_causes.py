@@ -87,8 +87,8 @@ def another_norm(segment: Segment) -> Found:
     if means:
         words = "the reference's norm does not subtract the mean"
         yield segment.cause("root-mean-square norm", words, means)
-    for equation in segment.equations:
-        if equation.name in ("square", "integer_pow") and not means:
+    for equation in segment.equations if not means else ():
+        if equation.name in ("square", "integer_pow"):
             value = segment.values[equation.inputs[0]]
             centered = {equation.inputs[0]: value - value.mean(-1, keepdims=True)}
             words = "the reference's norm subtracts the mean"
