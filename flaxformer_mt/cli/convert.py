@@ -9,6 +9,11 @@ from rich.filesize import decimal
 
 from flaxformer_mt.cli import output
 from flaxformer_mt.cli.options import model_fields
+from flaxformer_mt.errors import UserError
+
+_Texts = Annotated[
+    tuple[str, ...], tyro.conf.arg(metavar="TEXT ...", help_behavior_hint="(optional)")
+]
 
 
 def convert(
@@ -22,6 +27,10 @@ def convert(
     ] = (),
     quantization: Annotated[str | None, tyro.conf.arg(metavar="TYPE")] = None,
     no_certificate: bool = False,
+    trim_vocabulary: _Texts = (),
+    add_token: _Texts = (),
+    add_language: _Texts = (),
+    like: _Texts = (),
 ) -> None:
     r"""Converts a checkpoint or a whole model between frameworks.
 
@@ -50,6 +59,12 @@ def convert(
 
       flaxformer-mt convert --from jax --to jax OLD NEW
 
+    The vocabulary of a folder can be reduced to what a text needs, and extended:
+
+      flaxformer-mt convert --from m2m100 --to m2m100 nllb-200-600M SMALL \
+          --trim-vocabulary train.en train.fr \
+          --add-language tyv_Cyrl --like kaz_Cyrl
+
     Args:
       input_file: Checkpoint file (.pt or .safetensors), run folder, or model folder such as those
         on the Hugging Face Hub.
@@ -66,10 +81,22 @@ def convert(
         int8_float32, int8_float16, int8_bfloat16, int16, float16 or bfloat16.
       no_certificate: Do not read what was written again, compare what both compute, and write the
         result beside it (`parity.json`), which `parity --verify OUTPUT` checks.
+      trim_vocabulary: Text files. Tokens that none of their lines needs are removed, but for
+        special tokens and languages; the logits of the others stay the same.
+      add_token: Texts that become one token each. Their embeddings begin as the mean of those of
+        the tokens that they consisted of.
+      add_language: New languages, as sentences begin with them: tyv_Cyrl, or a tag such as <2ty>.
+      like: For each of them the language whose embedding theirs begins with.
     """
     from flaxformer_mt.interop.convert import convert as convert_model
     from flaxformer_mt.interop.convert import not_written
+    from flaxformer_mt.interop.vocabulary.options import VocabularyOptions
 
+    if len(add_language) != len(like):
+        raise UserError(
+            f"--add-language names {len(add_language)} languages, --like {len(like)}: give for "
+            "each the one whose embedding it begins with"
+        )
     overrides = model_fields(settings)
     notes = convert_model(
         source,
@@ -80,6 +107,11 @@ def convert(
         accept,
         quantization,
         certified=not no_certificate,
+        vocabulary=VocabularyOptions(
+            tuple(map(Path, trim_vocabulary)),
+            add_token,
+            dict(zip(add_language, like, strict=True)),
+        ),
     )
     for note in (*notes, *not_written(target, output_file)):
         output.print_note(note)

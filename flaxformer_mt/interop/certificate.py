@@ -7,6 +7,7 @@ be tested wherever it is, the versions of the libraries, and hashes.
 """
 
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -172,23 +173,42 @@ def _example(config: TransformerConfig) -> tuple[np.ndarray, ...]:
     return tuple(np.concatenate(parts, axis=1).astype(np.int32) for parts in joined)
 
 
-def _compute(config: TransformerConfig, params: Any, tokens: tuple[np.ndarray, ...]) -> Computed:
-    source, target_input, target_output = tokens
-    model = Transformer(dataclasses.replace(config, dtype="float32", param_dtype="float32"))
-    params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), model_params(params))
+def values_of_modules(
+    config: TransformerConfig, params: Any, source: np.ndarray, target_input: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Returns what each module of a model computes in float32, by path, and the "logits".
+
+    `source` [B, S] and `target_input` [B, T] are tokens.
+    """
+    model = dataclasses.replace(config, dtype="float32", param_dtype="float32")
+    params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), model_params(params))
+    return dict(jax.device_get(_values_of_modules(model, params, source, target_input)))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _values_of_modules(
+    config: TransformerConfig, params: Any, source: jax.Array, target_input: jax.Array
+) -> dict[str, jax.Array]:
     with jax.default_matmul_precision("highest"):
-        logits, kept = model.apply(
+        _, kept = Transformer(config).apply(
             {"params": params},
             source if config.has_inputs else None,
             target_input,
             capture_intermediates=True,
             mutable=["intermediates"],
         )
-    sites = {
-        jax.tree_util.keystr(path, simple=True, separator="/").replace("/__call__", ""): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(kept["intermediates"])
+    leaves = jax.tree_util.tree_leaves_with_path(kept["intermediates"])
+    names = [jax.tree_util.keystr(path[:-1], simple=True, separator="/") for path, _ in leaves]
+    return {
+        name.replace("/__call__", "").replace("__call__", "logits"): leaf
+        for name, (_, leaf) in zip(names, leaves, strict=True)
     }
-    return Computed(_of_targets(logits, target_output), jax.device_get(sites))
+
+
+def _compute(config: TransformerConfig, params: Any, tokens: tuple[np.ndarray, ...]) -> Computed:
+    source, target_input, target_output = tokens
+    sites = values_of_modules(config, params, source, target_input)
+    return Computed(_of_targets(sites["logits"], target_output), sites)
 
 
 def _of_targets(logits: Any, targets: np.ndarray) -> np.ndarray:

@@ -27,6 +27,7 @@ from flaxformer_mt.interop.formats.registry import (
     function_of,
     read_bundle,
 )
+from flaxformer_mt.interop.vocabulary.options import UNCHANGED, VocabularyOptions, with_options
 from flaxformer_mt.interop.weight_maps.adam_state import TrainingState
 from flaxformer_mt.presets import canonical_family
 from flaxformer_mt.runs import atomic
@@ -49,6 +50,7 @@ def convert(
     accepted: Collection[str] = (),
     quantization: str | None = None,
     certified: bool = True,
+    vocabulary: VocabularyOptions = UNCHANGED,
 ) -> Notes:
     """Converts a model of one family or format to another.
 
@@ -62,6 +64,7 @@ def convert(
       quantization: for "ctranslate2", see its `write`.
       certified: whether to read what was written again, and to write a certificate beside it
         (`certificate.py`); not of run folders and parameters of our own.
+      vocabulary: what to remove from the vocabulary, and to add to it.
 
     Returns:
       What was changed or lost, in one line each.
@@ -81,6 +84,8 @@ def convert(
     if quantization is not None and target_family != "ctranslate2":
         raise UserError("--quantization is for --to ctranslate2 only: remove it")
     if target.suffix in FILE_SUFFIXES:
+        if vocabulary != UNCHANGED:
+            raise UserError(f"{target}: the vocabulary is changed in folders, which hold it")
         found, written, notes = _convert_to_file(
             source_family, target_family, source, target, overrides, accepted
         )
@@ -100,6 +105,9 @@ def convert(
         )
     atomic.require_absent(target)  # Fails before the source is read.
     bundle, notes = read_bundle(source_family, source, overrides)
+    with prefixed(f"{source}: "):
+        bundle, changes = with_options(bundle, vocabulary)
+    notes += changes
     if target_family == OWN:
         bundle.write_run(target)
         return notes

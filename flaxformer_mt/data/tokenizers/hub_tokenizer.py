@@ -68,6 +68,7 @@ class HubTokenizer(Tokenizer):
 
     Attributes:
       note: what of the settings is not followed, in a line; "" = nothing.
+      is_byte_level: whether each character of an entry stands for a byte.
     """
 
     note = ""
@@ -96,13 +97,14 @@ class HubTokenizer(Tokenizer):
         kind = str(settings.get("tokenizer_class")).removesuffix("Fast")
         if kind in LANGUAGE_LAST or settings.get("legacy_behaviour"):
             raise UserError(f"{settings_label}: {LAST_LANGUAGE_REFUSED}")
-        is_bytes = isinstance(self._tokenizer.decoder, tokenizers.decoders.ByteLevel)
-        if kind in _FIRST and is_bytes != (kind in _BYTE_LEVEL):
+        self.is_byte_level = isinstance(self._tokenizer.decoder, tokenizers.decoders.ByteLevel)
+        if kind in _FIRST and self.is_byte_level != (kind in _BYTE_LEVEL):
             raise UserError(
                 f"{settings_label}: tokenizer_class={kind} does not fit {VOCABULARY_FILE}, which "
-                f"is {'' if is_bytes else 'not '}a byte-level vocabulary: remove tokenizer_class"
+                f"is {'' if self.is_byte_level else 'not '}a byte-level vocabulary: remove "
+                "tokenizer_class"
             )
-        self._own_space = _BYTE_LEVEL_SPACE if is_bytes else SPACE
+        self._own_space = _BYTE_LEVEL_SPACE if self.is_byte_level else SPACE
         self._cleans_up = bool(settings.get("clean_up_tokenization_spaces"))
         self.vocab_size = max(ids, default=-1) + 1
         with prefixed(f"{settings_label}: "):

@@ -36,7 +36,7 @@ LANGUAGES = {
     "wmt21": "en ha is ja cs ru zh de",
 }
 """The languages of each published set, in the order of their tokens."""
-_LANGUAGE = re.compile(r"(__[a-z]+__)(?: |$)")
+_LANGUAGE = re.compile(r"(__\w+?__)(?: |$)")
 
 
 class M2M100Tokenizer(MarianTokenizer):
@@ -58,11 +58,13 @@ class M2M100Tokenizer(MarianTokenizer):
             raise UserError(f"{label} has language_codes={settings['language_codes']!r}: unknown")
         start = len(read_object(files, VOCABULARY_FILE, folder))
         self._languages = {f"__{code}__": id for id, code in enumerate(known.split(), start)}
+        added = {name: self._ids[name] for name in self._added if _LANGUAGE.fullmatch(name)}
+        self._languages |= added
         self._ids |= self._languages
         self._names |= {token: name for name, token in self._languages.items()}
         self.language_ids = frozenset(self._languages.values())
         self.special_ids |= self.language_ids
-        self.vocab_size = start + len(self._languages)
+        self.vocab_size = max(self._ids.values()) + 1
         self.bos_id = self.eos_id
         default = "en" if side == "source" else None
         language = settings.get("src_lang" if side == "source" else "tgt_lang") or default

@@ -1,0 +1,46 @@
+"""What a conversion changes of a vocabulary: `convert --trim-vocabulary`, `--add-token`, ..."""
+
+import dataclasses
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+
+from flaxformer_mt.data.corpora.text_files import read_lines
+from flaxformer_mt.interop.formats.bundle import ModelBundle
+from flaxformer_mt.interop.vocabulary.changes import with_vocabulary
+from flaxformer_mt.interop.vocabulary.extension import extended
+from flaxformer_mt.interop.vocabulary.trimming import trimmed
+
+
+@dataclasses.dataclass(frozen=True)
+class VocabularyOptions:
+    """Tokens to remove, then tokens to add."""
+
+    text_files: tuple[Path, ...] = ()
+    """Text, one sentence a line, whose tokens are kept; without a file all are."""
+    tokens: tuple[str, ...] = ()
+    languages: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """New languages with those whose rows theirs begin with."""
+
+
+UNCHANGED = VocabularyOptions()
+
+
+def with_options(
+    bundle: ModelBundle, options: VocabularyOptions
+) -> tuple[ModelBundle, tuple[str, ...]]:
+    """Returns a model with the vocabulary that options describe, and a line about each change.
+
+    Raises:
+      UserError: a text cannot be read, or the vocabulary cannot be changed like this.
+    """
+    notes: tuple[str, ...] = ()
+    if options.text_files:
+        texts = list(itertools.chain.from_iterable(map(read_lines, options.text_files)))
+        bundle, lines = with_vocabulary(bundle, trimmed(bundle.tokenizers, texts))
+        notes += lines
+    if options.tokens or options.languages:
+        change = extended(bundle.tokenizers, options.tokens, options.languages)
+        bundle, lines = with_vocabulary(bundle, change)
+        notes += lines
+    return bundle, notes
