@@ -29,9 +29,12 @@ def prepare(
         "test=test",
     ),
 ) -> None:
-    r"""Builds a TensorFlow Datasets data set from parallel text.
+    r"""Prepares parallel text: a data set that runs share, or the tokens of a run.
 
-    Runs can share the data set, and read it without loading it into memory.
+    Without --workdir, builds a TensorFlow Datasets data set, which is read without loading it into
+    memory. With --workdir, learns the vocabulary of a run and tokenizes its text, in several
+    processes or on several machines, so that training does not wait for it; `flaxformer-mt prepare
+    --workdir RUN --help` describes its options.
 
     Examples:
       flaxformer-mt prepare --path TEXT --output DATA \
@@ -39,6 +42,7 @@ def prepare(
       flaxformer-mt prepare --path TEXT --output DATA \
           --source-language en --target-language de \
           --splits train=europarl,news-* validation=newstest2013
+      flaxformer-mt prepare --config configs/quickstart.py --workdir RUN
 
     Args:
       path: Folder of the text files.

@@ -21,6 +21,7 @@ from flaxformer_mt.cli import (
     help_text,
     parity,
     pictures,
+    preparation,
     score,
     training,
     translate,
@@ -71,6 +72,8 @@ def run(arguments: Sequence[str]) -> int:
         hint = suggestion(name, commands) or "; see flaxformer-mt --help"
         print(f"flaxformer-mt: error: unknown command {name}{hint}", file=sys.stderr)
         raise SystemExit(ExitCode.USAGE)
+    if name == "prepare" and preparation.names_run(options):
+        return preparation.run(options)
     command = commands[name]
     defaults: dict[str, Any] = {}
     require_address_space()

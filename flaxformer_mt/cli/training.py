@@ -8,7 +8,7 @@ import re
 import typing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import tyro
 
@@ -22,6 +22,8 @@ from flaxformer_mt.errors import UserError, prefixed
 from flaxformer_mt.interruption import Interruption
 from flaxformer_mt.memory_limits import require_address_space
 from flaxformer_mt.runs.layout import CONFIG
+
+_Flags = TypeVar("_Flags")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,12 +58,28 @@ class Flags(ExperimentConfig):
 
     def experiment(self) -> ExperimentConfig:
         """Returns the configuration, without the options of the program."""
-        return ExperimentConfig(**{name: getattr(self, name) for name in groups()})
+        return experiment_of(self)
+
+
+def experiment_of(flags: ExperimentConfig) -> ExperimentConfig:
+    """Returns the configuration among options of a program."""
+    return ExperimentConfig(**{name: getattr(flags, name) for name in groups()})
 
 
 def parse_flags(arguments: Sequence[str], program: str = "train.py") -> Flags:
     """Parses the command line, with the configuration file that it names as defaults."""
-    require_known(arguments, [*option_names(typing.get_type_hints(Flags))], program)
+    description = (train.__doc__ or "").replace("flaxformer-mt train", program)
+    return parse_experiment(Flags, arguments, program, description)
+
+
+def parse_experiment(
+    kind: type[_Flags], arguments: Sequence[str], program: str, description: str
+) -> _Flags:
+    """Parses options that are a configuration, with the file that they name as defaults.
+
+    `kind` has the fields `config` and `workdir`; `description` is a docstring.
+    """
+    require_known(arguments, [*option_names(typing.get_type_hints(kind))], program)
     wants_help = bool({"-h", "--help"} & set(arguments))
     path = _configuration_file(arguments, wants_help)
     with prefixed("--config: "):
@@ -70,15 +88,16 @@ def parse_flags(arguments: Sequence[str], program: str = "train.py") -> Flags:
     given = {each[1].replace("-", "_") for each in found if each}
     config = dataclasses.replace(config, optimizer=config.optimizer.without_other_warmup(given))
     if wants_help:
-        description, _, _ = inspect.cleandoc(train.__doc__ or "").partition("\nArgs:\n")
-        print(help_text.wrap(description.replace("flaxformer-mt train", program)), end="\n\n")
+        description, _, _ = inspect.cleandoc(description).partition("\nArgs:\n")
+        print(help_text.wrap(description), end="\n\n")
         print(f"Exit codes:\n{exit_codes.table()}", end="\n\n")
+    make: Any = kind
     return tyro.cli(
-        Flags,
+        kind,
         prog=program,
         description="",
         args=list(arguments),
-        default=Flags(**vars(config), config=path or tyro.MISSING, workdir=tyro.MISSING),
+        default=make(**vars(config), config=path or tyro.MISSING, workdir=tyro.MISSING),
         registry=help_text.registry,
     )
 

@@ -4,7 +4,6 @@ Pieces of text vote on the language of a side.
 """
 
 import collections
-import dataclasses
 import itertools
 import logging
 import re
@@ -251,9 +250,7 @@ class SharedPairs:
         self.kinds = np.full(len(held_out), _NOTHING, np.int8)
         self._held_out = held_out
         self._examples: dict[int, str] = {}
-        # Duplicates are trained on once.
-        filters = dataclasses.replace(config, drop_duplicates=False)
-        self._is_kept = PairFilter(filters, training, has_inputs).keep
+        self._is_kept = PairFilter(config, training, has_inputs).keep
         self._compared = [compared for _, compared in _with_compared(held_out)]
         self._equal = [_numbers_by_text(pair[side] for pair in self._compared) for side in (0, 1)]
         share = config.near_duplicates

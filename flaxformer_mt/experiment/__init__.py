@@ -32,7 +32,9 @@ from flaxformer_mt.experiment.fitting import evaluate_test as evaluate_test
 from flaxformer_mt.experiment.fitting import fit as fit
 from flaxformer_mt.experiment.folder import open_folder as open_folder
 from flaxformer_mt.experiment.parts import Experiment as Experiment
+from flaxformer_mt.experiment.preparation import learn_vocabulary as learn_vocabulary
 from flaxformer_mt.experiment.preparation import prepare as prepare
+from flaxformer_mt.experiment.preparation import tokenize as tokenize
 from flaxformer_mt.experiment.rate_range import find_learning_rate as find_learning_rate
 from flaxformer_mt.interruption import Interruption, handle_signals
 from flaxformer_mt.run_reader import Run

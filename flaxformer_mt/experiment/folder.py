@@ -9,17 +9,19 @@ from pathlib import Path
 import jax
 
 from flaxformer_mt import distributed
+from flaxformer_mt.data.stream.token_store import has_parts
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs import step_folders
 from flaxformer_mt.runs.folder import locked
-from flaxformer_mt.runs.layout import CONFIG, METRICS
+from flaxformer_mt.runs.layout import CACHE, CONFIG, METRICS
 
 
 @contextlib.contextmanager
 def open_folder(workdir: str | Path, announce: Callable[[str], None] = print) -> Iterator[Path]:
     """Creates and locks a run folder; removes a new one if no run was written to it.
 
-    So, too, if the run was refused before it trained: the corrected command then starts anew.
+    So, too, if the run was refused before it trained: the corrected command then starts anew. What
+    was tokenized before an interruption remains.
 
     Raises:
       UserError: another process trains there, or the folder cannot be written to.
@@ -37,7 +39,8 @@ def open_folder(workdir: str | Path, announce: Callable[[str], None] = print) ->
                 _remove_new(workdir, before)
             raise
         finally:
-            if before is None and not (workdir / CONFIG).exists():
+            is_run = (workdir / CONFIG).exists()
+            if before is None and not is_run and not has_parts(workdir / CACHE):
                 _remove_new(workdir, before)
 
 

@@ -1,23 +1,34 @@
 """Prepares the experiment of a new run, or of the run in a folder."""
 
 import dataclasses
+import json
+import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from flaxformer_mt import distributed
-from flaxformer_mt.config import ExperimentConfig
+from flaxformer_mt.config import DataConfig, ExperimentConfig
+from flaxformer_mt.config.fields import FieldRole, names_with
+from flaxformer_mt.data.corpora.corpus import Corpus
 from flaxformer_mt.data.dataset import open_all, open_dataset
 from flaxformer_mt.data.sanity_checks import check_languages, check_not_blank, warn_of_shared_text
-from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
+from flaxformer_mt.data.stream.token_store import make_parts
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers, tags
 from flaxformer_mt.decoding.shortlists.shortlist import require_shortlist
 from flaxformer_mt.decoding.translator import check_search
 from flaxformer_mt.experiment.checks import require_effects, require_shared_vocabulary
 from flaxformer_mt.experiment.folder import require_shared
 from flaxformer_mt.experiment.parts import Experiment
+from flaxformer_mt.runs import atomic
 from flaxformer_mt.runs import folder as run_folder
 from flaxformer_mt.runs.layout import CACHE
 from flaxformer_mt.training.objective import UserObjective, require_objective
 from flaxformer_mt.training.warm_start import require_parameters, require_vocabulary, tokenizer_path
+
+_ORIGIN = "origin.json"
+
+_log = logging.getLogger(__name__)
 
 
 def prepare(
@@ -44,6 +55,7 @@ def prepare(
       accept_changes: as of `train`.
     """
     workdir = Path(workdir)
+    cache = cache_folder or workdir / CACHE
     if not distributed.is_main():
         distributed.barrier("data")
         if write:
@@ -67,24 +79,14 @@ def prepare(
     else:
         if given.model.has_inputs and given.data.check_languages:
             check_languages(corpora["train"], [*corpora["valid"], *corpora["test"]])
-        path = tokenizer_path(given)
-        if path:
-            run_folder.check_vocabulary(Path(path))
-        data = dataclasses.replace(given.data, tokenizer_path=path)
-        tokenizers = Tokenizers.for_run(corpora["train"], data, given.model.has_inputs)
-        given = dataclasses.replace(given, model=tokenizers.with_ids(given.model))
-        require_shared_vocabulary(given.model, tokenizers)
-        if given.train.init_from and path != given.train.init_from:
-            require_vocabulary(given.train.init_from, tokenizers)
-        if data.subword_sampling:
-            tokenizers.source.sample([], 0, data.subword_sampling)  # Some vocabularies cannot.
+        given, tokenizers = _with_vocabulary(given, corpora["train"], cache)
     if given.model.has_inputs:
         check_search(given.model, tokenizers, given.decode)
     config, dataset = open_dataset(
         given,
         corpora,
         tokenizers,
-        cache_folder or workdir / CACHE,
+        cache,
         verify=distributed.is_main(),
     )
     if continued:
@@ -104,3 +106,90 @@ def prepare(
     # Collectives wait for a late process for a limited time, on CPUs for 30 s.
     distributed.barrier("experiment is prepared")
     return experiment
+
+
+def learn_vocabulary(given: ExperimentConfig, workdir: str | Path) -> None:
+    """Learns the vocabulary of a run, for `tokenize` and `prepare`, unless it is learned or given.
+
+    Raises:
+      UserError: the data cannot be used, or the folder cannot be written.
+    """
+    _opened(given, Path(workdir))
+
+
+def tokenize(given: ExperimentConfig, workdir: str | Path, index: int, count: int) -> None:
+    """Tokenizes part `index` of `count` of the training text of a run, for `prepare` to join.
+
+    Any number of processes can do so at once, on machines that share the run folder. The first of
+    them learns the vocabulary.
+
+    Raises:
+      UserError: the data cannot be used, or the folder cannot be written.
+    """
+    config, corpora, tokenizers = _opened(given, Path(workdir))
+    make_parts(Path(workdir) / CACHE, corpora, tokenizers, config, index, count)
+
+
+def _opened(
+    given: ExperimentConfig, workdir: Path
+) -> tuple[ExperimentConfig, Sequence[Corpus], Tokenizers]:
+    """Returns the configuration of a run, its training corpora and its vocabularies."""
+    corpora = open_all(given, ("train",))["train"]
+    check_not_blank(corpora, given.model.has_inputs)
+    if run_folder.holds_run(workdir, given):
+        config = run_folder.with_stored_start(workdir, given)
+        return config, corpora, run_folder.read_tokenizers(workdir)
+    config, tokenizers = _with_vocabulary(given, corpora, workdir / CACHE)
+    return config, corpora, tokenizers
+
+
+def _with_vocabulary(
+    given: ExperimentConfig, corpora: Sequence[Corpus], cache: Path
+) -> tuple[ExperimentConfig, Tokenizers]:
+    """Returns the configuration with the special tokens of the vocabularies, and these."""
+    path = tokenizer_path(given)
+    if path:
+        run_folder.check_vocabulary(Path(path))
+    data = dataclasses.replace(given.data, tokenizer_path=path)
+    if path:
+        tokenizers = Tokenizers.for_run(corpora, data, given.model.has_inputs)
+    else:
+        tokenizers = _learned(corpora, data, given.model.has_inputs, cache)
+    given = dataclasses.replace(given, model=tokenizers.with_ids(given.model))
+    require_shared_vocabulary(given.model, tokenizers)
+    if given.train.init_from and path != given.train.init_from:
+        require_vocabulary(given.train.init_from, tokenizers)
+    if data.subword_sampling:
+        tokenizers.source.sample([], 0, data.subword_sampling)  # Some vocabularies cannot.
+    return given, tokenizers
+
+
+def _learned(
+    corpora: Sequence[Corpus], data: DataConfig, has_inputs: bool, cache: Path
+) -> Tokenizers:
+    """Returns the vocabularies that are learned from corpora; another process may have done so."""
+    key = {
+        "text": [corpus.fingerprint for corpus in corpora],
+        "tags": tags(data),
+        "options": {
+            name: getattr(data, name)
+            for name in (*names_with(DataConfig, FieldRole.VOCABULARY), "normalization")
+        },
+        "has_inputs": has_inputs,
+    }
+    folder = cache / "vocabulary"
+    origin = json.dumps(key, sort_keys=True)
+    atomic.make_folder(cache)
+
+    def announce(owner: str) -> None:
+        _log.warning("waiting for %s, which is learning a vocabulary in %s", owner, cache)
+
+    with atomic.locked(cache / "vocabulary.lock", announce):
+        file = folder / _ORIGIN
+        if file.is_file() and file.read_text(encoding="utf-8") == origin:
+            return Tokenizers.load(folder)
+        tokenizers = Tokenizers.train(corpora, data, has_inputs)
+        with atomic.new_folder(folder, replace=True) as partial:
+            tokenizers.save(partial)
+            (partial / _ORIGIN).write_text(origin, encoding="utf-8")
+        return tokenizers

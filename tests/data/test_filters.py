@@ -1,16 +1,14 @@
 import dataclasses
 import json
 
-import numpy as np
 import pytest
 
 from flaxformer_mt.config import DataConfig
-from flaxformer_mt.data.corpora import filters
 from flaxformer_mt.data.corpora.corpus import ParallelCorpus
 from flaxformer_mt.data.corpora.filters import (
     PairFilter,
-    SeenPairs,
     is_mostly_in,
+    pair_hash,
     script_words,
 )
 from flaxformer_mt.data.corpora.rows import Dropped
@@ -22,9 +20,9 @@ def corpus_of(*pairs, languages=("en", "de"), tag=""):
     return ParallelCorpus(sources, targets, "a corpus", languages, tag)
 
 
-def run_filter(corpus, *, has_inputs=True, seen=None, **options):
+def run_filter(corpus, *, has_inputs=True, **options):
     """Returns the kept pairs and the filter."""
-    chosen = PairFilter(DataConfig(**options), corpus, has_inputs, seen)
+    chosen = PairFilter(DataConfig(**options), corpus, has_inputs)
     kept = [
         pair for number, pair in enumerate(corpus.pairs(), start=1) if chosen.keep(number, pair)
     ]
@@ -62,13 +60,12 @@ def test_one_pair(options, source, target, reason):
 
 
 def test_reasons_are_counted_with_their_first_example():
-    corpus = corpus_of(("a", "b"), ("", "b"), ("a", "b"), ("b" * 70, "b c d"), ("c", ""))
-    kept, chosen = run_filter(corpus, max_length_ratio=2, drop_duplicates=True)
+    corpus = corpus_of(("a", "b"), ("", "b"), ("b" * 70, "b c d"), ("c", ""))
+    kept, chosen = run_filter(corpus, max_length_ratio=2)
     assert kept == [("a", "b")]
     assert chosen.dropped == {
         "empty side": Dropped(2, "pair 2:  | b"),
-        "duplicate": Dropped(1, "pair 3: a | b"),
-        "length ratio above 2": Dropped(1, f"pair 4: {'b' * 60}... | b c d"),
+        "length ratio above 2": Dropped(1, f"pair 3: {'b' * 60}... | b c d"),
     }
     stored = json.dumps({name: dataclasses.asdict(one) for name, one in chosen.dropped.items()})
     assert {
@@ -78,7 +75,7 @@ def test_reasons_are_counted_with_their_first_example():
 
 def test_a_pair_is_dropped_for_one_reason():
     corpus = corpus_of(*[("a a a a", "a a a a")] * 2)
-    _, chosen = run_filter(corpus, max_words=3, drop_identical=True, drop_duplicates=True)
+    _, chosen = run_filter(corpus, max_words=3, drop_identical=True)
     assert {reason: one.count for reason, one in chosen.dropped.items()} == {"more than 3 words": 2}
 
 
@@ -93,46 +90,21 @@ def test_a_tag_is_not_text():
 
 
 def test_empty_sources_are_valid_for_a_language_model():
-    corpus = corpus_of(("", "a b"), ("", ""), ("", "a b"), ("", "a b c"), ("", "ж"))
+    corpus = corpus_of(("", "a b"), ("", ""), ("", "a b c"), ("", "ж"))
     kept, chosen = run_filter(
         corpus,
         has_inputs=False,
         max_words=2,
         max_length_ratio=1.0,
         drop_identical=True,
-        drop_duplicates=True,
         drop_wrong_script=True,
     )
     assert kept == [("", "a b")]
-    assert list(chosen.dropped) == ["empty side", "duplicate", "more than 2 words", "wrong script"]
+    assert list(chosen.dropped) == ["empty side", "more than 2 words", "wrong script"]
 
 
-def test_duplicates_in_an_earlier_corpus():
-    seen = SeenPairs()
-    first, second = corpus_of(("a", "b"), ("c", "d")), corpus_of(("c", "d"), ("a", "d"))
-    assert len(run_filter(first, seen=seen, drop_duplicates=True)[0]) == 2
-    stored = SeenPairs(seen.hashes.copy())
-    for earlier in (seen, stored):
-        kept, chosen = run_filter(second, seen=earlier, drop_duplicates=True)
-        assert kept == [("a", "d")]
-        assert chosen.dropped == {"duplicate": Dropped(1, "pair 1: c | d")}
-
-
-def test_seen_pairs_are_merged_into_a_sorted_array(monkeypatch):
-    monkeypatch.setattr(filters, "_MERGE_AT", 7)
-    seen = SeenPairs()
-    numbers = [number * number % 101 for number in range(300)]
-    assert [seen.add(str(number), "") for number in numbers] == [
-        number not in numbers[:place] for place, number in enumerate(numbers)
-    ]
-    assert seen.hashes.dtype == np.uint64
-    assert len(seen.hashes) == len(set(numbers))
-
-
-def test_seen_pairs_keep_their_sides_apart():
-    seen = SeenPairs()
-    assert seen.add("a b", "c")
-    assert seen.add("a", "b c")
+def test_hashes_of_pairs_keep_their_sides_apart():
+    assert pair_hash("a b", "c") != pair_hash("a", "b c")
 
 
 @pytest.mark.parametrize(

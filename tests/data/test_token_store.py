@@ -11,7 +11,7 @@ from flaxformer_mt.config import DataConfig, ExperimentConfig, TransformerConfig
 from flaxformer_mt.config.experiment import values_with
 from flaxformer_mt.config.fields import FieldRole
 from flaxformer_mt.data.corpora.corpus import Corpus, ParallelCorpus
-from flaxformer_mt.data.stream import token_store as store
+from flaxformer_mt.data.stream import store_parts, token_store
 from flaxformer_mt.data.stream.encoded_corpus import encode_corpus
 from flaxformer_mt.data.stream.token_store import open_stores
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
@@ -56,7 +56,7 @@ class Refusing(Corpus):
 
 
 def test_a_store_contains_the_tokens_of_the_kept_pairs(tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "_CHUNK", 2)
+    monkeypatch.setattr(store_parts, "PAIRS", 2)
     (stored,) = open_stores(tmp_path, [CORPUS], TOKENIZERS, CONFIG)
     kept = ParallelCorpus(
         [text for text in CORPUS.sources if text], ["a", "b c", "e f g", "a", "h"], "A"
@@ -211,11 +211,13 @@ def test_a_flipped_bit_rebuilds_a_store(tmp_path, caplog, name, position):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), UserError("line 3 is damaged")])
-def test_an_interrupted_store_leaves_nothing_behind(tmp_path, monkeypatch, error):
-    monkeypatch.setattr(store, "_CHUNK", 1)
+def test_an_interruption_leaves_no_store(tmp_path, monkeypatch, error):
+    monkeypatch.setattr(store_parts, "PAIRS", 1)
     with pytest.raises(type(error)):
         open_stores(tmp_path, [Refusing(CORPUS, error)], TOKENIZERS, CONFIG)
-    assert stores_in(tmp_path) == []
+    assert stores_in(tmp_path) == ["parts-0"]
+    open_stores(tmp_path, [CORPUS], TOKENIZERS, CONFIG)
+    assert stores_in(tmp_path) == ["train-0"]
 
 
 def test_superfluous_stores_are_removed_and_nothing_else(tmp_path):
@@ -285,7 +287,7 @@ def test_a_full_disk_raises_a_user_error(tmp_path, monkeypatch):
     def fail(path, values):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(store, "_append", fail)
+    monkeypatch.setattr(token_store, "_append", fail)
     with pytest.raises(UserError, match=r"train-0 cannot be written: No space"):
         open_stores(tmp_path, [CORPUS], TOKENIZERS, CONFIG)
     assert stores_in(tmp_path) == []

@@ -1,5 +1,6 @@
 """HTML entities in text, such as "&quot;" and "&amp;amp;", which programs leave behind."""
 
+import dataclasses
 import html
 import logging
 import re
@@ -26,12 +27,13 @@ def unescaped(text: str) -> str:
     return text
 
 
+@dataclasses.dataclass
 class EntityCounter:
     """Counts the pairs with entities, for one warning per corpus."""
 
-    def __init__(self) -> None:
-        self._count = 0
-        self._places: list[str] = []
+    count: int = 0
+    places: list[str] = dataclasses.field(default_factory=list)
+    """The places of the first ones."""
 
     def add(self, pairs: Iterable[tuple[str, str]], first: int = 1) -> None:
         """Counts pairs, of which the first has this number in the corpus."""
@@ -39,15 +41,20 @@ class EntityCounter:
             if "&" in pair[0] + pair[1] and unescaped(pair[0]) + unescaped(pair[1]) != "".join(
                 pair
             ):
-                self._count += 1
-                if len(self._places) < _LISTED:
-                    self._places.append(place_of(pair, number))
+                self.count += 1
+                if len(self.places) < _LISTED:
+                    self.places.append(place_of(pair, number))
+
+    def merge(self, later: "EntityCounter") -> None:
+        """Adds the pairs that another one has counted, which come later in the corpus."""
+        self.count += later.count
+        self.places = [*self.places, *later.places][:_LISTED]
 
     def warn(self, name: str) -> None:
         """Logs the number of pairs with entities, and the places of the first, if there are any."""
-        if self._count:
+        if self.count:
             _log.warning(
                 "%s: %d pairs have HTML entities, such as &quot;, the first at %s: "
                 "data.unescape_html=True replaces them by their characters",
-                *(name, self._count, "; ".join(self._places)),
+                *(name, self.count, "; ".join(self.places)),
             )

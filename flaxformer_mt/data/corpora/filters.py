@@ -15,8 +15,6 @@ import hashlib
 import unicodedata
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from flaxformer_mt.config import DataConfig
 from flaxformer_mt.data.corpora.corpus import Corpus, SentencePair
 from flaxformer_mt.data.corpora.languages import Identifier, are_similar, divided
@@ -26,7 +24,6 @@ from flaxformer_mt.writing_systems import count_words, has_visible
 
 _EXAMPLE_LENGTH = 60  # Characters shown per side of an example.
 _FEWEST_LETTER_BYTES = 20  # Of a sentence whose language is identified: 7 Chinese characters.
-_MERGE_AT = 1 << 20  # Size of the Python set at which its hashes are merged into the sorted array.
 
 # First words of the Unicode names of a script's characters, where they differ from the English name
 # of the script.
@@ -47,72 +44,45 @@ _OF_SEVERAL_SCRIPTS = ("IDEOGRAPHIC", "VERTICAL", "MODIFIER")
 """First words of the names of letters of more than one script: of 々 and 〆, 〻 and 〱, and ʼ."""
 
 
-class SeenPairs:
-    """A set of pairs, stored as 64-bit hashes.
+def pair_hash(source: str, target: str) -> int:
+    """Returns a hash of a pair, from 0 to 2**64 - 1.
 
-    The probability of a collision among 10 million distinct pairs is 3 in a million.
+    The probability that two of 10 million distinct pairs have the same is 3 in a million.
     """
-
-    def __init__(self, hashes: np.ndarray | None = None):
-        self._sorted = np.sort(hashes) if hashes is not None else np.empty(0, np.uint64)
-        self._recent: set[int] = set()
-
-    @property
-    def hashes(self) -> np.ndarray:
-        """Sorted hashes of all pairs, uint64 [N]."""
-        self._merge()
-        return self._sorted
-
-    def add(self, source: str, target: str) -> bool:
-        """Adds a pair, and returns whether it is new."""
-        digest = hashlib.blake2b(f"{source}\t{target}".encode(), digest_size=8).digest()
-        number = int.from_bytes(digest, "little")
-        index = self._sorted.searchsorted(np.uint64(number))
-        is_merged = index < self._sorted.size and self._sorted[index] == number
-        if is_merged or number in self._recent:
-            return False
-        self._recent.add(number)
-        if len(self._recent) >= _MERGE_AT:
-            self._merge()
-        return True
-
-    def _merge(self) -> None:
-        recent = np.fromiter(self._recent, np.uint64, len(self._recent))
-        self._sorted = np.sort(np.concatenate([self._sorted, recent]))
-        self._recent.clear()
+    digest = hashlib.blake2b(f"{source}\t{target}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
 
 
 class PairFilter:
     """The filters of one training corpus. A dropped pair counts for the first matching reason.
 
+    `config.drop_duplicates` is not one of them: it depends on all pairs, see `token_store`.
+
     Args:
       config: options of the filters.
       corpus: its languages determine the expected scripts, and its tag is ignored.
       has_inputs: False for a language model, whose sources are empty.
-      seen: pairs of earlier corpora, which count as duplicates; those of this corpus are added.
 
     Attributes:
       dropped: the dropped pairs by reason, such as "more than 100 words".
     """
 
-    def __init__(
-        self,
-        config: DataConfig,
-        corpus: Corpus,
-        has_inputs: bool = True,
-        seen: SeenPairs | None = None,
-    ):
+    def __init__(self, config: DataConfig, corpus: Corpus, has_inputs: bool = True):
         self.dropped: dict[str, Dropped] = {}
         self._tag = f"{corpus.tag} " if corpus.tag else ""
-        self._checks = _checks(config, corpus, has_inputs, SeenPairs() if seen is None else seen)
+        self._checks = _checks(config, corpus, has_inputs)
+
+    def without_tag(self, source: str) -> str:
+        """Returns the text of a source."""
+        return source.removeprefix(self._tag)
 
     def keep(self, number: int, pair: SentencePair) -> bool:
         """Returns whether pair `number` of the corpus is kept, or else counts it in `dropped`."""
         source, target = pair
-        text = source.removeprefix(self._tag)
+        text = self.without_tag(source)
         for reason, applies in self._checks.items():
             if applies(text, target):
-                example = f"{place_of(pair, number)}: {shortened(text)} | {shortened(target)}"
+                example = example_of(place_of(pair, number), text, target)
                 earlier = self.dropped.get(reason, Dropped(0, example))
                 self.dropped[reason] = dataclasses.replace(earlier, count=earlier.count + 1)
                 return False
@@ -134,7 +104,7 @@ def options_in_use(config: DataConfig) -> str:
 
 
 def _checks(
-    config: DataConfig, corpus: Corpus, has_inputs: bool, seen: SeenPairs
+    config: DataConfig, corpus: Corpus, has_inputs: bool
 ) -> dict[str, Callable[[str, str], bool]]:
     # In order of precedence.
     limit, ratio = config.max_words, config.max_length_ratio
@@ -154,9 +124,6 @@ def _checks(
     if config.drop_wrong_language:
         least = config.drop_wrong_language
         checks["wrong language"] = _language_check(corpus.languages[side:], side, least)
-    if config.drop_duplicates:
-        # Last: a pair that is dropped for another reason must not count as seen.
-        checks["duplicate"] = lambda *pair: not seen.add(*pair)
     return checks
 
 
@@ -182,6 +149,11 @@ def _language_check(
 
 def _ratio(first: int, second: int) -> float:
     return max(first, second) / min(first, second)
+
+
+def example_of(place: str, source: str, target: str) -> str:
+    """Describes a pair: its place and the beginnings of its sides."""
+    return f"{place}: {shortened(source)} | {shortened(target)}"
 
 
 def shortened(text: str) -> str:

@@ -157,10 +157,8 @@ class Division:
 
     def _read(self, number: int) -> np.ndarray:
         corpus = self.corpora[number]
-        # Repeated pairs are excluded by their keys.
-        filters = dataclasses.replace(self.config, drop_duplicates=False)
         untagged = dataclasses.replace(corpus, tag="")
-        passes = PairFilter(filters, untagged, self.has_inputs).keep
+        passes = PairFilter(self.config, untagged, self.has_inputs).keep
         gives = any(number in numbers for numbers, *_ in self.quotas)
         is_filtered = gives and self.config.filter_held_out
         nowhere = itertools.repeat(0)  # What is dropped here is not reported.

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -116,6 +116,15 @@ def merged(reports: Iterable[dict[str, Dropped]]) -> dict[str, Dropped]:
     for report in reports:
         for reason, dropped in report.items():
             total[reason] = total[reason] + dropped if reason in total else dropped
+    return total
+
+
+def added_up(earlier: Mapping[str, Dropped], later: Mapping[str, Dropped]) -> dict[str, Dropped]:
+    """Adds up the pairs that filters have dropped, with the first example of each reason."""
+    total = dict(earlier)
+    for reason, dropped in later.items():
+        known = total.get(reason, Dropped(0, dropped.example))
+        total[reason] = dataclasses.replace(known, count=known.count + dropped.count)
     return total
 
 

@@ -5,16 +5,16 @@ encoded in memory, here. Sequences are not truncated: long pairs are handled in 
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.data.corpora.alignments import AlignedPair
-from flaxformer_mt.data.corpora.corpus import Corpus, ParallelCorpus, SentencePair
+from flaxformer_mt.data.corpora.corpus import ParallelCorpus, SentencePair
 from flaxformer_mt.data.corpora.rows import Dropped, place
-from flaxformer_mt.data.stream.links import LinkEncoder
+from flaxformer_mt.data.stream.links import Unlinked, encode_links
 from flaxformer_mt.data.stream.packing import Sentences, TokenPairs
 from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers
@@ -37,6 +37,19 @@ class SideReport:
     """The first character that is not in the vocabulary."""
     unknown_id: int = dataclasses.field(default=-1, compare=False)
     """The id of unknown tokens."""
+
+    @classmethod
+    def of(cls, sentences: Sentences, unknown_id: int, example: str) -> "SideReport":
+        """Returns the statistics of sentences, of which there is at least one.
+
+        `example` is the first character that is not in the vocabulary; "" = none.
+        """
+        return cls.of_lengths(
+            sentences.lengths,
+            unknown_tokens=int(np.count_nonzero(sentences.tokens == unknown_id)),
+            unknown_example=example,
+            unknown_id=unknown_id,
+        )
 
     @classmethod
     def of_lengths(cls, lengths: np.ndarray, **unknown: Any) -> "SideReport":
@@ -174,64 +187,59 @@ class EncodedCorpus(TokenPairs):
         return dataclasses.replace(self, report=report)
 
 
-class PairEncoder:
-    """Encodes the pairs of a corpus in chunks, and collects their statistics."""
+class EncodedPairs(NamedTuple):
+    """Pairs as tokens, and what their reports need that tokens do not tell."""
 
-    def __init__(
-        self, tokenizers: Tokenizers, corpus: Corpus, has_inputs: bool, keeps_texts: bool = False
-    ) -> None:
-        self._sources = _SideEncoder(tokenizers.source, True) if has_inputs else None
-        self._targets = _SideEncoder(tokenizers.target, False)
-        self._links = LinkEncoder(tokenizers, corpus.name) if corpus.is_aligned else None
-        self._keeps_texts = keeps_texts and has_inputs
-
-    def encode(self, pairs: Sequence[SentencePair]) -> TokenPairs:
-        """Encodes a chunk of pairs; an empty line becomes a single end token."""
-        sources = [source for source, _ in pairs]
-        return TokenPairs(
-            sources=self._sources.encode(sources) if self._sources else None,
-            targets=self._targets.encode([target for _, target in pairs]),
-            links=self._links.encode(cast(Sequence[AlignedPair], pairs)) if self._links else None,
-            texts=Sentences.from_texts(sources) if self._keeps_texts else None,
-        )
-
-    def report(self, pairs: int, dropped: dict[str, Dropped]) -> CorpusReport:
-        """Returns the statistics of all chunks, which must contain at least one pair."""
-        if self._links:
-            self._links.finish()
-        sources = self._sources.report() if self._sources else None
-        return CorpusReport(pairs, dropped, sources, self._targets.report())
+    tokens: TokenPairs
+    unknown_examples: tuple[str, str]
+    """The first characters of source and target that are not in the vocabulary; "" = none."""
+    unlinked: Unlinked
 
 
-class _SideEncoder:
-    def __init__(self, tokenizer: Tokenizer, is_source: bool):
-        self._tokenizer = tokenizer
-        self._ended = tokenizer.with_source_end if is_source else self._with_end
-        self._lengths = [np.empty(0, np.int64)]
-        self._unknown_tokens = 0
-        self._unknown_example = ""
+def encode_pairs(
+    pairs: Sequence[SentencePair],
+    tokenizers: Tokenizers,
+    has_inputs: bool,
+    is_aligned: bool = False,
+    keeps_texts: bool = False,
+) -> EncodedPairs:
+    """Encodes pairs; an empty line becomes a single end token.
 
-    def encode(self, texts: Sequence[str]) -> Sentences:
-        sentences = Sentences.from_lists([*map(self._ended, self._tokenizer.encode(texts))])
-        self._lengths.append(sentences.lengths)
-        unknown = np.flatnonzero(sentences.tokens == self._tokenizer.unk_id)
-        self._unknown_tokens += len(unknown)
-        if len(unknown) and not self._unknown_example:
-            first = int(np.searchsorted(sentences.offsets, unknown[0], side="right")) - 1
-            token = int(unknown[0] - sentences.offsets[first])
-            self._unknown_example = self._tokenizer.split([texts[first]])[0][token].strip(SPACE)
-        return sentences
+    Args:
+      pairs: with sources that are "" for a language model.
+      tokenizers: the vocabularies.
+      has_inputs: False for a language model.
+      is_aligned: whether the pairs have links.
+      keeps_texts: whether the text of the sources is kept, for other segmentations.
+    """
+    sources, example = None, ""
+    if has_inputs:
+        source = tokenizers.source
+        texts = [text for text, _ in pairs]
+        sources, example = _encode_side(texts, source, source.with_source_end)
+    target = tokenizers.target
+    targets, target_example = _encode_side(
+        [text for _, text in pairs], target, lambda tokens: [*tokens, target.eos_id]
+    )
+    links, unlinked = None, Unlinked()
+    if is_aligned:
+        links, unlinked = encode_links(cast(Sequence[AlignedPair], pairs), tokenizers)
+    kept = Sentences.from_texts(texts) if has_inputs and keeps_texts else None
+    return EncodedPairs(
+        TokenPairs(sources, targets, links, kept), (example, target_example), unlinked
+    )
 
-    def report(self) -> SideReport:
-        return SideReport.of_lengths(
-            np.concatenate(self._lengths),
-            unknown_tokens=self._unknown_tokens,
-            unknown_example=self._unknown_example,
-            unknown_id=self._tokenizer.unk_id,
-        )
 
-    def _with_end(self, tokens: Sequence[int]) -> list[int]:
-        return [*tokens, self._tokenizer.eos_id]
+def _encode_side(
+    texts: Sequence[str], tokenizer: Tokenizer, with_end: Callable[[list[int]], list[int]]
+) -> tuple[Sentences, str]:
+    sentences = Sentences.from_lists([*map(with_end, tokenizer.encode(texts))])
+    unknown = np.flatnonzero(sentences.tokens == tokenizer.unk_id)
+    if not len(unknown):
+        return sentences, ""
+    first = int(np.searchsorted(sentences.offsets, unknown[0], side="right")) - 1
+    token = int(unknown[0] - sentences.offsets[first])
+    return sentences, tokenizer.split([texts[first]])[0][token].strip(SPACE)
 
 
 def encode_corpus(
@@ -242,11 +250,14 @@ def encode_corpus(
     For a language model (`model.has_inputs` is False) only the targets are encoded.
     """
     check_special_ids(tokenizers, model)
-    encoder = PairEncoder(tokenizers, corpus, model.has_inputs)
-    pairs = encoder.encode(list(corpus.pairs()))
+    pairs, examples, _ = encode_pairs(list(corpus.pairs()), tokenizers, model.has_inputs)
     malformed = corpus.malformed()
     read = len(corpus) + sum(rows.count for rows in malformed.values())
-    report = encoder.report(read, malformed)
+    sources = None
+    if pairs.sources is not None:
+        sources = SideReport.of(pairs.sources, tokenizers.source.unk_id, examples[0])
+    targets = SideReport.of(pairs.targets, tokenizers.target.unk_id, examples[1])
+    report = CorpusReport(read, malformed, sources, targets)
     return EncodedCorpus(
         pairs.sources, pairs.targets, name=corpus.name, report=report, parts=corpus.parts
     )

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,56 +14,52 @@ from flaxformer_mt.errors import UserError
 _log = logging.getLogger(__name__)
 
 
-class LinkEncoder:
-    """Encodes the word links of a corpus in chunks as links of all tokens of the words."""
+class Unlinked(NamedTuple):
+    """The pairs without links, because the vocabulary divides their text into other words."""
 
-    def __init__(self, tokenizers: Tokenizers, name: str):
-        self._tokenizers = tokenizers
-        self._name = name
-        self._pairs = 0
-        self._unlinked: list[str] = []
+    number: int = 0
+    first: str = ""
+    """The place of the first one."""
 
-    def encode(self, pairs: Sequence[AlignedPair]) -> Sentences:
-        """Returns the links of each pair: the source and the target token of each, in turn.
 
-        A pair has none if the vocabulary divides its text into other words than its spaces do.
-        """
-        split = [
-            tokenizer.split([pair[side] for pair in pairs])
-            for side, tokenizer in enumerate((self._tokenizers.source, self._tokenizers.target))
-        ]
-        self._pairs += len(pairs)
-        return Sentences.from_lists(
-            [self._token_links(*each) for each in zip(pairs, *split, strict=True)]
-        )
+def encode_links(
+    pairs: Sequence[AlignedPair], tokenizers: Tokenizers
+) -> tuple[Sentences, Unlinked]:
+    """Returns the links of each pair: the source and the target token of each, in turn.
 
-    def _token_links(
-        self, pair: AlignedPair, source_pieces: list[str], target_pieces: list[str]
-    ) -> list[int]:
-        links = pair.links()
-        sides = [np.array(words(pieces)) for pieces in (source_pieces, target_pieces)]
-        found = [int(side.max(initial=-1)) + 1 for side in sides]
-        if found != [len(text.split()) for text in pair]:
-            self._unlinked.append(pair.place)
-            return []
+    A link of two words becomes one of each of their tokens. A pair has none if the vocabulary
+    divides its text into other words than its spaces do.
+    """
+    sides = enumerate((tokenizers.source, tokenizers.target))
+    split = [tokenizer.split([pair[side] for pair in pairs]) for side, tokenizer in sides]
+    links: list[list[int]] = []
+    unlinked: list[str] = []
+    for pair, *pieces in zip(pairs, *split, strict=True):
+        words_of_tokens = [np.array(words(each)) for each in pieces]
+        found = [int(side.max(initial=-1)) + 1 for side in words_of_tokens]
         tokens: list[int] = []
-        for link in links:
-            sources, targets = map(np.flatnonzero, map(np.equal, sides, link))
-            tokens += np.stack(np.meshgrid(sources, targets), axis=-1).ravel().tolist()
-        return tokens
+        if found == [len(text.split()) for text in pair]:
+            for link in pair.links():
+                ends = map(np.flatnonzero, map(np.equal, words_of_tokens, link))
+                tokens += np.stack(np.meshgrid(*ends), axis=-1).ravel().tolist()
+        else:
+            unlinked.append(pair.place)
+        links.append(tokens)
+    return Sentences.from_lists(links), Unlinked(len(unlinked), "".join(unlinked[:1]))
 
-    def finish(self) -> None:
-        """Reports the pairs without links; raises `UserError` if these are all pairs."""
-        if not self._unlinked:
-            return
-        reason = (
-            f"{self._name}: {len(self._unlinked):,} of {self._pairs:,} pairs have no links, since "
-            "the vocabulary divides their text into other words than the spaces do; the first is "
-            f"that of {self._unlinked[0]}"
-        )
-        if len(self._unlinked) == self._pairs:
-            raise UserError(reason)
-        _log.warning(reason)
+
+def check_links(name: str, pairs: int, unlinked: Unlinked) -> None:
+    """Reports the pairs of a corpus without links; raises `UserError` if these are all pairs."""
+    if not unlinked.number:
+        return
+    reason = (
+        f"{name}: {unlinked.number:,} of {pairs:,} pairs have no links, since the vocabulary "
+        f"divides their text into other words than the spaces do; the first is that of "
+        f"{unlinked.first}"
+    )
+    if unlinked.number == pairs:
+        raise UserError(reason)
+    _log.warning(reason)
 
 
 def pack_links(

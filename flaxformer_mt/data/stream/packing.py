@@ -94,7 +94,7 @@ class TokenPairs:
     """None for a language model."""
     targets: Sentences
     links: Sentences | None = None
-    """The links of the tokens, from `LinkEncoder`; None without alignments."""
+    """The links of the tokens, from `encode_links`; None without alignments."""
     texts: Sentences | None = None
     """The UTF-8 text of each source, for `data.subword_sampling`; otherwise None."""
 

@@ -19,7 +19,7 @@ can share the folder.
 
 import contextlib
 import dataclasses
-import itertools
+import hashlib
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,19 +32,20 @@ import numpy.typing as npt
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.config.experiment import values_with
 from flaxformer_mt.config.fields import FieldRole
-from flaxformer_mt.data.corpora.corpus import Corpus, SentencePair
+from flaxformer_mt.data.corpora.corpus import Corpus
 from flaxformer_mt.data.corpora.entities import EntityCounter
-from flaxformer_mt.data.corpora.filters import PairFilter, SeenPairs, options_in_use
-from flaxformer_mt.data.corpora.rows import Row
-from flaxformer_mt.data.corpora.text_files import counted
+from flaxformer_mt.data.corpora.filters import example_of, options_in_use
+from flaxformer_mt.data.corpora.rows import Dropped, added_up, place
 from flaxformer_mt.data.stream.encoded_corpus import (
     CorpusReport,
     EncodedCorpus,
-    PairEncoder,
     Places,
+    SideReport,
     check_special_ids,
 )
+from flaxformer_mt.data.stream.links import Unlinked, check_links
 from flaxformer_mt.data.stream.packing import Sentences
+from flaxformer_mt.data.stream.store_parts import Part, Parts
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs import atomic
@@ -52,7 +53,8 @@ from flaxformer_mt.runs.layout import MANIFEST
 from flaxformer_mt.runs.manifest import damage, write_manifest
 
 _LAYOUT = 2  # Version of the layout; stores of other versions are rebuilt.
-_CHUNK = 20_000  # Pairs held in memory as text.
+_PARTS = "parts-"
+_HASHES_AT_ONCE = 2**23
 _ARRAYS: Mapping[str, str] = {
     "sources": "source.tokens",
     "targets": "target.tokens",
@@ -111,6 +113,32 @@ def open_stores(
             elif _is_store(folder):
                 atomic.delete(folder)
         return [store.open(verify) for store in stores]
+
+
+def make_parts(
+    cache_folder: Path,
+    corpora: Sequence[Corpus],
+    tokenizers: Tokenizers,
+    config: ExperimentConfig,
+    index: int,
+    count: int,
+) -> None:
+    """Makes every `count`th part of the stores of `open_stores`, from part `index`, if missing.
+
+    Processes can do so at the same time; `open_stores` makes what they have not, and joins all.
+    """
+    check_special_ids(tokenizers, config.model)
+    _check_alignments(corpora, config)
+    for number in range(len(corpora)):
+        store = _Store(cache_folder, corpora[: number + 1], tokenizers, config)
+        origin = store.origin()
+        if not store.is_usable(origin, verify=False):
+            store.parts(origin).make(store.corpus, tokenizers, config, index, count)
+
+
+def has_parts(cache_folder: Path) -> bool:
+    """Whether there are parts of stores that are not joined yet."""
+    return any(cache_folder.glob(f"{_PARTS}*/*"))
 
 
 def _check_alignments(corpora: Sequence[Corpus], config: ExperimentConfig) -> None:
@@ -174,8 +202,8 @@ class _Store:
 
     def open(self, verify: bool) -> EncodedCorpus:
         """Maps the arrays, after building them if they are missing or out of date."""
-        origin = self._origin()
-        if not self._is_usable(origin, verify):
+        origin = self.origin()
+        if not self.is_usable(origin, verify):
             self._build(origin)
         description = self._description()
         sides: dict[str, Any] = {"sources": None}
@@ -192,7 +220,7 @@ class _Store:
             places=Places(_map(self.folder / "place.numbers", np.int64), description["places"]),
         )
 
-    def _origin(self) -> _Origin:
+    def origin(self) -> _Origin:
         """Returns everything that the store depends on. Row lengths are not part."""
         return {
             "text": [corpus.fingerprint for corpus in self.relevant],
@@ -209,7 +237,7 @@ class _Store:
             },
         }
 
-    def _is_usable(self, origin: _Origin, verify: bool) -> bool:
+    def is_usable(self, origin: _Origin, verify: bool) -> bool:
         """Returns whether a store is complete and has this origin; otherwise logs the reason."""
         if not self.folder.exists():
             return False
@@ -228,66 +256,141 @@ class _Store:
         """Reads `store.json`: {"origin": ..., "files": [...], "report": ..., "places": ...}."""
         return json.loads((self.folder / "store.json").read_text(encoding="utf-8"))
 
-    def _build(self, origin: _Origin) -> None:
-        with atomic.new_folder(self.folder, replace=True) as partial:
-            report, files = self._write_arrays(partial)
-            description = {
-                "origin": origin,
-                "files": sorted(path.name for path in partial.iterdir()),
-                "report": dataclasses.asdict(report),
-                "places": files,
-            }
-            (partial / "store.json").write_text(
-                json.dumps(description, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-            )
-            write_manifest(partial)
+    def parts(self, origin: _Origin) -> Parts:
+        """The parts that the store is made of."""
+        digest = hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()
+        return Parts(self.cache_folder / f"{_PARTS}{len(self.corpora) - 1}", digest)
 
-    def _write_arrays(self, folder: Path) -> tuple[CorpusReport, list[tuple[int, str]]]:
-        """Returns the report, and the files of the pairs, see `Places`."""
-        corpus, data, has_inputs = self.corpus, self.config.data, self.config.model.has_inputs
-        seen = SeenPairs()
-        if len(self.relevant) > 1:
-            earlier = self.cache_folder / f"train-{len(self.corpora) - 2}" / "seen.hashes"
-            seen = SeenPairs(_map(earlier, np.uint64))
-        pair_filter = PairFilter(data, corpus, has_inputs, seen)
-        encoder = PairEncoder(self.tokenizers, corpus, has_inputs, data.subword_sampling > 0)
+    def _build(self, origin: _Origin) -> None:
+        parts = self.parts(origin)
+        parts.make(self.corpus, self.tokenizers, self.config)
+        try:
+            with atomic.new_folder(self.folder, replace=True) as partial:
+                report, files = self._join(parts, partial)
+                description = {
+                    "origin": origin,
+                    "files": sorted(path.name for path in partial.iterdir()),
+                    "report": dataclasses.asdict(report),
+                    "places": files,
+                }
+                (partial / "store.json").write_text(
+                    json.dumps(description, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+                )
+                write_manifest(partial)
+        finally:
+            atomic.delete(parts.folder)
+
+    def _join(self, parts: Parts, folder: Path) -> tuple[CorpusReport, list[tuple[int, str]]]:
+        """Writes the arrays; returns the report, and the files of the pairs, see `Places`."""
+        corpus, data = self.corpus, self.config.data
         entities = EntityCounter()
-        read = kept_before = 0
+        dropped: dict[str, Dropped] = {}
         files: list[tuple[int, str]] = []
-        pairs = counted(corpus.pairs(), f"tokenizing {corpus.name}")
-        while chunk := list(itertools.islice(pairs, _CHUNK)):
-            entities.add(chunk, read + 1)
-            kept: list[SentencePair] = []
-            numbers: list[int] = []
-            for number, pair in enumerate(chunk, start=read + 1):
-                if pair_filter.keep(number, pair):
-                    path = str(pair.path or "") if isinstance(pair, Row) else ""
-                    if not files or files[-1][1] != path:
-                        files.append((kept_before + len(kept), path))
-                    kept.append(pair)
-                    numbers.append(pair.number if isinstance(pair, Row) else number)
-            _append(folder / "place.numbers", np.array(numbers, np.int64))
-            kept_before += len(kept)
-            read += len(chunk)
-            encoded = encoder.encode(kept)
+        lengths: dict[str, list[np.ndarray]] = {"sources": [], "targets": []}
+        unknown = {"sources": 0, "targets": 0}
+        examples = ["", ""]
+        unlinked = Unlinked()
+        written = 0
+        for part in self._distinct(parts, folder) if data.drop_duplicates else parts:
+            entities.merge(part.entities)
+            dropped = added_up(dropped, part.dropped)
+            for index, path in part.files:
+                if not files or files[-1][1] != path:
+                    files.append((written + index, path))
+            written += len(part.numbers)
+            _append(folder / "place.numbers", part.numbers)
+            examples = [
+                before or new
+                for before, new in zip(examples, part.pairs.unknown_examples, strict=True)
+            ]
+            unlinked = Unlinked(
+                unlinked.number + part.pairs.unlinked.number,
+                unlinked.first or part.pairs.unlinked.first,
+            )
             for side, name in _ARRAYS.items():
-                sentences = getattr(encoded, side)
-                if sentences is not None:
-                    values = sentences.tokens.astype(self.dtype(side))
-                    _append_ragged(folder / name, values, sentences.offsets)
-        if data.drop_duplicates:
-            _append(folder / "seen.hashes", seen.hashes)
+                sentences = getattr(part.pairs.tokens, side)
+                if sentences is None:
+                    continue
+                if side in lengths:
+                    lengths[side].append(sentences.lengths)
+                    unknown[side] += int(np.count_nonzero(sentences.tokens == self._unknown(side)))
+                values = sentences.tokens.astype(self.dtype(side))
+                _append_ragged(folder / name, values, sentences.offsets)
 
         entities.warn(corpus.name)
-        malformed = corpus.malformed()
-        read += sum(rows.count for rows in malformed.values())
-        dropped = {**malformed, **pair_filter.dropped}
-        if sum(reason.count for reason in dropped.values()) == read:
+        dropped = {**parts.malformed(), **dropped}
+        read = written + sum(reason.count for reason in dropped.values())
+        if not written:
             reasons = ", ".join(f"{pairs.count:,} {reason}" for reason, pairs in dropped.items())
             filters = options_in_use(data)
             advice = f"; the filters are {filters}" if filters else ""
             raise UserError(f"{corpus.name}: all of {read:,} pairs were dropped: {reasons}{advice}")
-        return encoder.report(read, dropped), files
+        check_links(corpus.name, written, unlinked)
+        sources, targets = (
+            SideReport.of_lengths(
+                np.concatenate(lengths[side]),
+                unknown_tokens=unknown[side],
+                unknown_example=example,
+                unknown_id=self._unknown(side),
+            )
+            if lengths[side]
+            else None
+            for side, example in zip(lengths, examples, strict=True)
+        )
+        assert targets is not None
+        return CorpusReport(read, dropped, sources, targets), files
+
+    def _unknown(self, side: str) -> int:
+        tokenizers = self.tokenizers
+        return (tokenizers.source if side == "sources" else tokenizers.target).unk_id
+
+    def _distinct(self, parts: Parts, folder: Path) -> Iterator[Part]:
+        """Yields the parts without pairs that occur before, and writes the hashes of all pairs."""
+        is_first = self._first_occurrences(parts, folder)
+        before = 0
+        for part in parts:
+            kept = is_first[before : before + len(part.numbers)]
+            before += len(kept)
+            repeated = np.flatnonzero(~kept)
+            dropped = {}
+            if len(repeated):
+                dropped["duplicate"] = Dropped(len(repeated), self._example(part, int(repeated[0])))
+            yield part.only(kept, dropped)
+
+    def _first_occurrences(self, parts: Parts, folder: Path) -> np.ndarray:
+        """Returns whether each pair is the first of its kind, bool [pairs of all parts].
+
+        Hashes are compared in ranges, so that the memory does not grow with the corpus.
+        """
+        earlier = np.empty(0, np.uint64)
+        if len(self.relevant) > 1:
+            name = f"train-{len(self.corpora) - 2}"
+            earlier = _map(self.cache_folder / name / "seen.hashes", np.uint64)
+        is_first = np.zeros(parts.count(), np.bool_)
+        width = 2**64 // 2 ** (len(is_first) // _HASHES_AT_ONCE).bit_length()
+        for low in range(0, 2**64, width):
+            found = list(parts.pairs_within(low, low + width - 1))
+            hashes = np.concatenate([each for each, _ in found])
+            indices = np.concatenate([each for _, each in found])
+            known = earlier[earlier.searchsorted(np.uint64(low)) :]
+            known = known[: known.searchsorted(np.uint64(low + width - 1), side="right")]
+            distinct, first = np.unique(hashes, return_index=True)
+            is_new = ~np.isin(distinct, known, assume_unique=True, kind="sort")
+            is_first[indices[first[is_new]]] = True
+            _append(folder / "seen.hashes", np.union1d(known, distinct))
+        return is_first
+
+    def _example(self, part: Part, index: int) -> str:
+        """Describes a pair; its text is that of its tokens."""
+        tokens, tokenizers = part.pairs.tokens, self.tokenizers
+        texts = [
+            tokenizer.decode([sentences[index].tolist()])[0] if sentences is not None else ""
+            for sentences, tokenizer in (
+                (tokens.sources, tokenizers.source),
+                (tokens.targets, tokenizers.target),
+            )
+        ]
+        return example_of(place(part.path(index), int(part.numbers[index])), *texts)
 
 
 def _changes(stored: _Origin, wanted: _Origin) -> str:

@@ -1,0 +1,230 @@
+"""Parts of a token store: what several processes make, and what is left after a kill.
+
+A part has the pairs of `PAIRS` consecutive ones of a corpus that pass its filters. Each is a folder
+of arrays, written atomically, so that the parts that are missing can be made by any process, in any
+order. `end.json` has what only a complete reading of the corpus tells. Duplicates are found when
+the parts are joined, because they depend on all of them.
+"""
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flaxformer_mt.config import ExperimentConfig
+from flaxformer_mt.data.corpora.corpus import Corpus, SentencePair
+from flaxformer_mt.data.corpora.entities import EntityCounter
+from flaxformer_mt.data.corpora.filters import PairFilter, pair_hash
+from flaxformer_mt.data.corpora.rows import Dropped, Row, added_up
+from flaxformer_mt.data.corpora.text_files import counted
+from flaxformer_mt.data.stream.encoded_corpus import EncodedPairs, encode_pairs
+from flaxformer_mt.data.stream.links import Unlinked
+from flaxformer_mt.data.stream.packing import Sentences, TokenPairs
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
+from flaxformer_mt.runs import atomic
+
+PAIRS = 20_000
+_ARRAYS, _VALUES, _END = "arrays.npz", "part.json", "end.json"
+_HASHES, _ORDER = "hashes.npy", "order.npy"
+"""Sorted hashes of the pairs, and the index of each; none if duplicates are kept."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """The pairs of a part of a corpus that its filters keep."""
+
+    pairs: EncodedPairs
+    numbers: np.ndarray
+    """The line of each pair in its file, or its number in the corpus, int64 [N]."""
+    files: Sequence[tuple[int, str]]
+    """The index of the first pair of each file, and its name; "" if there is no file."""
+    dropped: Mapping[str, Dropped]
+    entities: EntityCounter
+
+    def path(self, index: int) -> str:
+        """Returns the file that a pair was read from; "" if there is none."""
+        return [name for first, name in self.files if first <= index][-1]
+
+    def only(self, kept: np.ndarray, dropped: Mapping[str, Dropped]) -> "Part":
+        """Returns the part without pairs that are `dropped`; `kept` is bool [N]."""
+        indices = np.flatnonzero(kept)
+        return dataclasses.replace(
+            self,
+            pairs=self.pairs._replace(tokens=self.pairs.tokens.take(indices)),
+            numbers=self.numbers[indices],
+            files=[(int(indices.searchsorted(index)), name) for index, name in self.files],
+            dropped=added_up(self.dropped, dropped),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """The parts of a store that have an origin, in a folder.
+
+    Args:
+      folder: the folder; it need not exist.
+      origin: identifies all that the parts depend on. Parts with another one are made again.
+    """
+
+    folder: Path
+    origin: str
+
+    def make(
+        self,
+        corpus: Corpus,
+        tokenizers: Tokenizers,
+        config: ExperimentConfig,
+        first: int = 0,
+        step: int = 1,
+    ) -> None:
+        """Makes the parts first, first + step, ... that are missing.
+
+        Raises:
+          UserError: the corpus or a part of it cannot be read, or the folder cannot be written.
+        """
+        end = self._end()
+        if end is not None and all(map(self._has, range(first, end["parts"], step))):
+            return
+        number = 0
+        pairs = counted(corpus.pairs(), f"tokenizing {corpus.name}")
+        while chunk := list(itertools.islice(pairs, PAIRS)):
+            if number % step == first and not self._has(number):
+                self._write(number, *_made(number * PAIRS, chunk, corpus, tokenizers, config))
+            number += 1
+        malformed = {kind: dataclasses.asdict(rows) for kind, rows in corpus.malformed().items()}
+        values = {"origin": self.origin, "parts": number, "malformed": malformed}
+        atomic.write_text(self.folder / _END, json.dumps(values))
+
+    def malformed(self) -> dict[str, Dropped]:
+        """Returns the malformed rows of the corpus, which is read completely."""
+        rows = self._all()["malformed"].items()
+        return {kind: Dropped.from_dict(values) for kind, values in rows}
+
+    def pairs_within(self, low: int, high: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yields the hashes of pairs in a range that includes its ends, and which pairs they are.
+
+        Both are [N], for each part in turn; pairs are numbered through all parts. Only what is in
+        the range is read.
+        """
+        limits = np.array([low, high], np.uint64)
+        before = 0
+        for number in range(self._all()["parts"]):
+            path = self._path(number)
+            hashes, order = (np.load(path / name, mmap_mode="r") for name in (_HASHES, _ORDER))
+            first = int(hashes.searchsorted(limits[0]))
+            last = int(hashes.searchsorted(limits[1], side="right"))
+            yield np.array(hashes[first:last]), order[first:last] + np.int64(before)
+            before += len(hashes)
+
+    def count(self) -> int:
+        """Returns the number of pairs with hashes in all parts."""
+        return sum(
+            len(np.load(self._path(number) / _HASHES, mmap_mode="r"))
+            for number in range(self._all()["parts"])
+        )
+
+    def __iter__(self) -> Iterator[Part]:
+        """Reads the parts of a corpus that is read completely, in order."""
+        for number in range(self._all()["parts"]):
+            yield self._read(number)
+
+    def _all(self) -> dict[str, Any]:
+        end = self._end()
+        assert end is not None, "the corpus was not read completely"
+        return end
+
+    def _end(self) -> dict[str, Any] | None:
+        return self._of_origin(self.folder / _END)
+
+    def _has(self, number: int) -> bool:
+        return self._of_origin(self._path(number) / _VALUES) is not None
+
+    def _of_origin(self, path: Path) -> dict[str, Any] | None:
+        if not path.is_file():
+            return None
+        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return values if values["origin"] == self.origin else None
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"{number:06}"
+
+    def _write(self, number: int, part: Part, hashes: np.ndarray) -> None:
+        values = {
+            "origin": self.origin,
+            "files": part.files,
+            "dropped": {reason: dataclasses.asdict(each) for reason, each in part.dropped.items()},
+            "unknown_examples": part.pairs.unknown_examples,
+            "unlinked": part.pairs.unlinked,
+            "entities": [part.entities.count, part.entities.places],
+        }
+        arrays = {"numbers": part.numbers}
+        order = np.argsort(hashes, kind="stable").astype(np.int32)
+        for name, sentences in vars(part.pairs.tokens).items():
+            if sentences is not None:
+                arrays |= {f"{name}.tokens": sentences.tokens, f"{name}.offsets": sentences.offsets}
+        with atomic.new_folder(self._path(number), replace=True) as folder:
+            np.savez(folder / _ARRAYS, allow_pickle=False, **arrays)
+            np.save(folder / _HASHES, hashes[order])
+            np.save(folder / _ORDER, order)
+            (folder / _VALUES).write_text(json.dumps(values), encoding="utf-8")
+
+    def _read(self, number: int) -> Part:
+        values = self._of_origin(self._path(number) / _VALUES)
+        assert values is not None
+        with np.load(self._path(number) / _ARRAYS) as file:
+            arrays = dict(file)
+        sides = {
+            field.name: Sentences(arrays[f"{field.name}.tokens"], arrays[f"{field.name}.offsets"])
+            for field in dataclasses.fields(TokenPairs)
+            if f"{field.name}.tokens" in arrays
+        }
+        tokens = TokenPairs(sides.pop("sources", None), sides.pop("targets"), **sides)
+        pairs = EncodedPairs(
+            tokens, tuple(values["unknown_examples"]), Unlinked(*values["unlinked"])
+        )
+        dropped = {reason: Dropped.from_dict(each) for reason, each in values["dropped"].items()}
+        return Part(
+            pairs,
+            arrays["numbers"],
+            [(index, path) for index, path in values["files"]],
+            dropped,
+            EntityCounter(*values["entities"]),
+        )
+
+
+def _made(
+    before: int,
+    chunk: Sequence[SentencePair],
+    corpus: Corpus,
+    tokenizers: Tokenizers,
+    config: ExperimentConfig,
+) -> tuple[Part, np.ndarray]:
+    """Filters and encodes the pairs of a part, and hashes them if duplicates are dropped.
+
+    `before` is the number of pairs before it.
+    """
+    data, has_inputs = config.data, config.model.has_inputs
+    entities = EntityCounter()
+    entities.add(chunk, before + 1)
+    pair_filter = PairFilter(data, corpus, has_inputs)
+    kept: list[SentencePair] = []
+    numbers: list[int] = []
+    files: list[tuple[int, str]] = []
+    for number, pair in enumerate(chunk, start=before + 1):
+        if pair_filter.keep(number, pair):
+            path = str(pair.path or "") if isinstance(pair, Row) else ""
+            if not files or files[-1][1] != path:
+                files.append((len(kept), path))
+            kept.append(pair)
+            numbers.append(pair.number if isinstance(pair, Row) else number)
+    hashes = [
+        pair_hash(pair_filter.without_tag(source), target)
+        for source, target in (kept if data.drop_duplicates else [])
+    ]
+    pairs = encode_pairs(kept, tokenizers, has_inputs, corpus.is_aligned, data.subword_sampling > 0)
+    part = Part(pairs, np.array(numbers, np.int64), files, pair_filter.dropped, entities)
+    return part, np.array(hashes, np.uint64)

@@ -1,0 +1,122 @@
+"""Parts of token stores: any processes make them, in any order; kills cost what was unfinished."""
+
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+
+from flaxformer_mt.config import DataConfig, ExperimentConfig
+from flaxformer_mt.data.corpora.corpus import ParallelCorpus, load_corpus
+from flaxformer_mt.data.stream import store_parts, token_store
+from flaxformer_mt.data.stream.token_store import make_parts, open_stores
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
+
+PHRASES = load_corpus(DataConfig(corpus="phrases", generated_pairs=200), "train")
+FIRST = dataclasses.replace(
+    PHRASES,
+    sources=[*PHRASES.sources[:60], "", *PHRASES.sources[20:40]],
+    targets=[*PHRASES.targets[:60], "x", *PHRASES.targets[20:40]],
+    name="first",
+)
+SECOND = dataclasses.replace(
+    PHRASES, sources=PHRASES.sources[50:90], targets=PHRASES.targets[50:90], name="second"
+)
+CORPORA = [FIRST, SECOND]
+CONFIG = ExperimentConfig(data=DataConfig(drop_duplicates=True, subword_sampling=0.1))
+TOKENIZERS = Tokenizers.train(CORPORA, CONFIG.data)
+
+
+def bytes_of(folder):
+    return {
+        path.relative_to(folder): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != "lock"
+    }
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch):
+    monkeypatch.setattr(store_parts, "PAIRS", 7)
+    monkeypatch.setattr(token_store, "_HASHES_AT_ONCE", 10)
+
+
+@pytest.fixture
+def whole(tmp_path):
+    """The files of stores that one process has made at once."""
+    open_stores(tmp_path / "whole", CORPORA, TOKENIZERS, CONFIG)
+    return bytes_of(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_any_processes_make_the_same_bytes(seed, whole, tmp_path):
+    generator = random.Random(seed)
+    count = generator.randint(1, 20)
+    shards = [index for index in range(count) if generator.random() < 0.7]
+    generator.shuffle(shards)
+    for index in shards:
+        make_parts(tmp_path / "parts", CORPORA, TOKENIZERS, CONFIG, index, count)
+    open_stores(tmp_path / "parts", CORPORA, TOKENIZERS, CONFIG)
+    assert bytes_of(tmp_path / "parts") == whole
+
+
+def test_duplicates_are_the_later_ones_of_both_corpora(tmp_path):
+    stores = open_stores(tmp_path, CORPORA, TOKENIZERS, CONFIG)
+    seen = set()
+    for corpus, store in zip(CORPORA, stores, strict=True):
+        new, repeated = [], []
+        for pair in filter(all, corpus.pairs()):
+            (repeated if pair in seen else new).append(pair)
+            seen.add(pair)
+        targets = store.targets
+        rows = [targets[index].tolist() for index in range(len(targets))]
+        assert TOKENIZERS.target.decode(rows) == [target for _, target in new]
+        dropped = store.report.dropped["duplicate"]
+        assert dropped.count == len(repeated)
+        assert dropped.example.endswith(f": {repeated[0][0]} | {repeated[0][1]}")
+    hashes = np.fromfile(tmp_path / "train-1" / "seen.hashes", np.uint64)
+    assert len(hashes) == len(seen)
+    assert (np.diff(hashes.astype(object)) > 0).all()
+
+
+class Dying(ParallelCorpus):
+    """Ends the process, as it were, after some pairs, and counts those that it gave."""
+
+    given, last = 0, None
+
+    def pairs(self):
+        for pair in super().pairs():
+            if Dying.given == Dying.last:
+                raise KeyboardInterrupt
+            Dying.given += 1
+            yield pair
+
+
+def test_what_was_made_before_a_kill_is_not_made_again(whole, tmp_path, monkeypatch):
+    made = []
+    write = store_parts.Parts._write
+    monkeypatch.setattr(
+        store_parts.Parts,
+        "_write",
+        lambda self, number, *part: (
+            made.append((self.folder.name, number)),
+            write(self, number, *part),
+        ),
+    )
+    corpora = [Dying(FIRST.sources, FIRST.targets, "first", FIRST.languages), SECOND]
+    for last in (10, 40):
+        Dying.given, Dying.last = 0, last
+        with pytest.raises(KeyboardInterrupt):
+            open_stores(tmp_path / "killed", corpora, TOKENIZERS, CONFIG)
+    Dying.given, Dying.last = 0, None
+    open_stores(tmp_path / "killed", corpora, TOKENIZERS, CONFIG)
+    assert bytes_of(tmp_path / "killed") == whole
+    assert len(made) == len(set(made)) == -(-len(FIRST) // 7) + -(-len(SECOND) // 7)
+
+
+def test_parts_of_other_options_are_made_again(tmp_path):
+    other = dataclasses.replace(CONFIG, data=DataConfig(max_words=3))
+    make_parts(tmp_path / "both", CORPORA, TOKENIZERS, CONFIG, 0, 2)
+    open_stores(tmp_path / "both", CORPORA, TOKENIZERS, other)
+    open_stores(tmp_path / "one", CORPORA, TOKENIZERS, other)
+    assert bytes_of(tmp_path / "both") == bytes_of(tmp_path / "one")
