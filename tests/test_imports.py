@@ -99,6 +99,7 @@ ALLOWED |= dict.fromkeys(
     (
         "interop.convert",
         "interop.formats",
+        "interop.vocabulary",
     ),
     WHOLE_MODELS,
 )

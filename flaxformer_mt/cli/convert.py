@@ -88,6 +88,7 @@ def convert(
       add_language: New languages, as sentences begin with them: tyv_Cyrl, or a tag such as <2ty>.
       like: For each of them the language whose embedding theirs begins with.
     """
+    from flaxformer_mt.data.corpora.text_files import read_lines
     from flaxformer_mt.interop.convert import convert as convert_model
     from flaxformer_mt.interop.convert import not_written
     from flaxformer_mt.interop.vocabulary.options import VocabularyOptions
@@ -108,7 +109,7 @@ def convert(
         quantization,
         certified=not no_certificate,
         vocabulary=VocabularyOptions(
-            tuple(map(Path, trim_vocabulary)),
+            [line for file in trim_vocabulary for line in read_lines(Path(file))],
             add_token,
             dict(zip(add_language, like, strict=True)),
         ),

@@ -29,7 +29,7 @@ def prepare(
         "test=test",
     ),
 ) -> None:
-    r"""Prepares parallel text: a data set that runs share, or the tokens of a run.
+    r"""Prepares parallel text as a data set, or the tokens of a run.
 
     Without --workdir, builds a TensorFlow Datasets data set, which is read without loading it into
     memory. With --workdir, learns the vocabulary of a run and tokenizes its text, in several

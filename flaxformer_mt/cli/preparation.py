@@ -47,11 +47,14 @@ def names_run(arguments: Sequence[str]) -> bool:
 
 def run(arguments: Sequence[str]) -> int:
     """Parses the options and prepares the run."""
-    flags = parse_experiment(
-        PrepareFlags, arguments, "flaxformer-mt prepare", prepare_run.__doc__ or ""
-    )
-    prepare_run(flags, arguments)
+    prepare_run(parse(arguments), arguments)
     return 0
+
+
+def parse(arguments: Sequence[str]) -> PrepareFlags:
+    """Parses the options, with the configuration file that they name as defaults."""
+    description = prepare_run.__doc__ or ""
+    return parse_experiment(PrepareFlags, arguments, "flaxformer-mt prepare", description)
 
 
 def prepare_run(flags: PrepareFlags, arguments: Sequence[str]) -> None:
@@ -67,7 +70,7 @@ def prepare_run(flags: PrepareFlags, arguments: Sequence[str]) -> None:
           --shard=$SLURM_ARRAY_TASK_ID/8
 
     Args:
-      flags: The options, from `parse_experiment`.
+      flags: The options, from `parse`.
       arguments: The same as they were given, for other processes.
 
     Raises:

@@ -13,7 +13,7 @@ import pytest
 from documentation.pages import BLOCKS, LANGUAGES, PAGES, REASONS, ROOT, prose
 
 from flaxformer_mt import cli
-from flaxformer_mt.cli import help_text, program, training
+from flaxformer_mt.cli import help_text, preparation, program, training
 from flaxformer_mt.errors import UserError
 
 PROGRAMS = ("flaxformer-mt", "train.py")
@@ -77,6 +77,8 @@ def test_options_exist(call, is_mistake):
 def parse(name, *arguments):
     if name == "train.py" or arguments[0] == "train":
         check_training(arguments if name == "train.py" else arguments[1:])
+    elif arguments[0] == "prepare" and preparation.names_run(arguments):
+        check_training(arguments[1:], preparation.parse)
     elif arguments != ("--version",):
         command, *options = arguments
         called = []
@@ -89,7 +91,7 @@ def parse(name, *arguments):
         assert called
 
 
-def check_training(arguments):
+def check_training(arguments, parse_options=training.parse_flags):
     """Parses the command line, for a configuration that may be an example's own."""
     configs = [word for word in arguments if word.startswith("--config=")]
     existing = [word for word in configs if (ROOT / word.partition("=")[2]).is_file()]
@@ -97,7 +99,7 @@ def check_training(arguments):
     given = [word for word in arguments if word not in configs]
     if not {"--help"} & {*given}:
         path = existing[0].partition("=")[2] if existing else "configs/forkme.py"
-        training.parse_flags([f"--config={ROOT / path}", *given])
+        parse_options([f"--config={ROOT / path}", *given])
 
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "python"], ids=str)
@@ -111,9 +113,9 @@ def test_python_is_python(block):
 def test_options_in_the_text_exist(capsys):
     """Options between backquotes, of our programs or of the benchmarks."""
     known = {"--help", "--version"}
-    for name in COMMANDS:
+    for call in (*([name] for name in COMMANDS), ["prepare", "--workdir=RUN"]):
         with pytest.raises(SystemExit):
-            cli.main([name, "--help"])
+            cli.main([*call, "--help"])
         known |= options_in(capsys.readouterr().out)
     for path in (*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "examples").glob("*.py")):
         known |= options_in(path.read_text(encoding="utf-8"))

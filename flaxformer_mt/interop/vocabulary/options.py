@@ -1,11 +1,8 @@
 """What a conversion changes of a vocabulary: `convert --trim-vocabulary`, `--add-token`, ..."""
 
 import dataclasses
-import itertools
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
-from flaxformer_mt.data.corpora.text_files import read_lines
 from flaxformer_mt.interop.formats.bundle import ModelBundle
 from flaxformer_mt.interop.vocabulary.changes import with_vocabulary
 from flaxformer_mt.interop.vocabulary.extension import extended
@@ -16,8 +13,8 @@ from flaxformer_mt.interop.vocabulary.trimming import trimmed
 class VocabularyOptions:
     """Tokens to remove, then tokens to add."""
 
-    text_files: tuple[Path, ...] = ()
-    """Text, one sentence a line, whose tokens are kept; without a file all are."""
+    texts: Sequence[str] = ()
+    """Sentences whose tokens are kept; without any, all are."""
     tokens: tuple[str, ...] = ()
     languages: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """New languages with those whose rows theirs begin with."""
@@ -32,12 +29,11 @@ def with_options(
     """Returns a model with the vocabulary that options describe, and a line about each change.
 
     Raises:
-      UserError: a text cannot be read, or the vocabulary cannot be changed like this.
+      UserError: the vocabulary cannot be changed like this.
     """
     notes: tuple[str, ...] = ()
-    if options.text_files:
-        texts = list(itertools.chain.from_iterable(map(read_lines, options.text_files)))
-        bundle, lines = with_vocabulary(bundle, trimmed(bundle.tokenizers, texts))
+    if options.texts:
+        bundle, lines = with_vocabulary(bundle, trimmed(bundle.tokenizers, options.texts))
         notes += lines
     if options.tokens or options.languages:
         change = extended(bundle.tokenizers, options.tokens, options.languages)
