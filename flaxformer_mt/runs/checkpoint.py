@@ -261,12 +261,14 @@ class Checkpoints:
         with self._explained(step):
             self._orbax.wait_until_finished()
             if distributed.is_main():
-                step_folders.commit(self._folder, partial, record)
+                step_folders.commit(self._folder, partial, record, jax.process_count())
                 self._workspaces.close()
                 data_file.mark_trained(self.run_folder)
                 self._scores[step] = step_folders.ranking_score(
                     self._best_metric, record["figures"]
                 )
+            else:
+                step_folders.leave_hashes(partial)
         kept = kept_steps(self._scores, self._keep_last, self._keep_best)
         for superfluous in self._scores.keys() - kept:
             with _explained(

@@ -9,8 +9,9 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from flaxformer_mt import input_files
@@ -31,23 +32,35 @@ def entry_of(content: bytes) -> Entry:
     return Entry(len(content), hashlib.sha256(content).hexdigest())
 
 
-def write_manifest(folder: Path) -> None:
-    """Writes `manifest.json`, after flushing all files and folders to disk."""
-    atomic.write_text(folder / MANIFEST, json.dumps({"files": entries(folder)}, indent=1) + "\n")
+def write_manifest(folder: Path, known: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """Writes `manifest.json`, after flushing all files and folders to disk.
+
+    `known` are entries of files that another process has read and flushed.
+    """
+    files = dict(sorted({**entries(folder, known), **known}.items()))
+    atomic.write_text(folder / MANIFEST, json.dumps({"files": files}, indent=1) + "\n")
     for path in filter(Path.is_dir, folder.rglob("*")):
         atomic.sync(path)
 
 
-def entries(path: Path) -> dict[str, dict[str, Any]]:
+def entries(
+    path: Path, but: Collection[str] = (), pattern: str = "**/*"
+) -> dict[str, dict[str, Any]]:
     """Returns the entry of each file below a folder but manifests, or of one file, by name.
 
-    The files are flushed to disk.
+    The files are flushed to disk. Of a folder, `but` are names to leave out, and only files that
+    the glob `pattern` matches are read.
     """
-    folder, paths = (path, sorted(path.rglob("*"))) if path.is_dir() else (path.parent, [path])
-    paths = [each for each in paths if each.is_file() and each.name != MANIFEST]
-    names = [each.relative_to(folder).as_posix() for each in paths]
+    folder, paths = (path, sorted(path.glob(pattern))) if path.is_dir() else (path.parent, [path])
+    files = {
+        name: each
+        for each in paths
+        if (name := each.relative_to(folder).as_posix()) not in but
+        and each.is_file()
+        and each.name != MANIFEST
+    }
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        return dict(zip(names, pool.map(_synced, paths), strict=True))
+        return dict(zip(files, pool.map(_synced, files.values()), strict=True))
 
 
 def damage(

@@ -10,16 +10,22 @@ import contextlib
 import json
 import math
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from flaxformer_mt.config import ValidationMetric
+from flaxformer_mt.distributed import BARRIER_SECONDS
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs import atomic, layout
 from flaxformer_mt.runs.layout import CheckpointSelector
-from flaxformer_mt.runs.manifest import damage, write_manifest
+from flaxformer_mt.runs.manifest import damage, entries, write_manifest
 
+_OWN_FILES = "**/ocdbt.process_{}/**/*"
+"""The files that a process writes to a checkpoint of Orbax, by its number."""
 _LOWER_IS_BETTER = {"loss", "cross_entropy", "perplexity"}
 _DAMAGED = ".damaged"
 # Orbax adds the metadata, and suffixes to names that are not complete.
@@ -198,13 +204,43 @@ def check_run(record: Mapping[str, Any], path: Path, run_id: str | None) -> None
         )
 
 
-def commit(folder: Path, partial: Path, record: Mapping[str, Any]) -> None:
+def leave_hashes(partial: Path) -> None:
+    """Hashes the files of a partial checkpoint that this process has written, for `commit`.
+
+    It does so after all processes have written theirs.
+    """
+    files = entries(partial, pattern=_OWN_FILES.format(jax.process_index()))
+    # In one step: the first process looks for it.
+    atomic.write_text(_hashes_of(partial, jax.process_index()), json.dumps(files))
+
+
+def _hashes_of(partial: Path, process: int) -> Path:
+    return partial.with_name(f"hashes-{process}.json")
+
+
+def _left_hashes(partial: Path, processes: int) -> dict[str, Any]:
+    """Waits for the entries that `leave_hashes` leaves in all processes but the first."""
+    known: dict[str, Any] = {}
+    end = time.monotonic() + BARRIER_SECONDS
+    for process in range(1, processes):
+        path = _hashes_of(partial, process)
+        while not path.exists():
+            if time.monotonic() > end:
+                raise UserError(f"process {process} has not written {path}")
+            time.sleep(0.02)
+        known |= json.loads(path.read_text(encoding="utf-8"))
+    return known
+
+
+def commit(folder: Path, partial: Path, record: Mapping[str, Any], processes: int = 1) -> None:
     """Completes a partial checkpoint and gives it its name, durably.
 
-    It replaces a checkpoint of the same step, which is deleted with the workspace.
+    If several processes have written it, the others call `leave_hashes`, so that each file is read
+    where it was written. It replaces a checkpoint of the same step, which is deleted with the
+    workspace.
     """
     (partial / layout.PROGRESS).write_text(json.dumps(record) + "\n", encoding="utf-8")
-    write_manifest(partial)
+    write_manifest(partial, _left_hashes(partial, processes))
     path = folder / partial.name
     # Nothing else that has the name is replaced.
     give_name = atomic.put if (path / layout.PROGRESS).exists() else atomic.rename
