@@ -65,6 +65,22 @@ def pytest_xdist_make_scheduler(config, log):
     return WorkStealingScheduling(config, log) if config.option.dist == "load" else None
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Marks the parameters that `slow_except` does not name as slow, before tests are chosen."""
+    unused = {}
+    for item in items:
+        for marker in item.iter_markers("slow_except"):
+            test = item.nodeid.partition("[")[0]
+            unused.setdefault(test, set(marker.args)).discard(item.callspec.id)
+            if item.callspec.id not in marker.args:
+                item.add_marker(pytest.mark.slow)
+    # A single test may be asked for by its id.
+    if len(items) > len(unused):
+        for test, ids in unused.items():
+            assert not ids, f"{test}: slow_except names parameters that do not exist: {ids}"
+
+
 _teardowns = itertools.count(1)
 
 

@@ -86,6 +86,7 @@ def test_any_change_is_recorded_and_bit_exact_after_a_stop(tmp_path, capsys):
     check_changes(CHANGES, tmp_path, capsys)
 
 
+@pytest.mark.slow
 def test_changes_are_recorded_and_bit_exact_after_a_stop(tmp_path, capsys):
     check_changes([CHANGES[0], CHANGES[2]], tmp_path, capsys)
 

@@ -297,6 +297,7 @@ def test_parameters_and_arithmetic_are_counted(name):
         assert is_same == (name in WITHOUT_PRODUCTS)
 
 
+@pytest.mark.slow_except("opennmt")
 @pytest.mark.parametrize("name", others_are_slow(interop.FAMILIES, ["annotated", "opennmt"]))
 def test_families_refuse_or_keep_every_field(name, tmp_path):
     family = interop.FAMILIES[name]

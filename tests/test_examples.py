@@ -93,6 +93,7 @@ def test_an_opus_mt_model(example, file, trained_run, tmp_path):
     assert Run("tuned").config.train.init_from == "tuned-start"
 
 
+@pytest.mark.slow
 def test_an_attention_of_your_own(example, tmp_path):
     size = ("--width", 8, "--pairs", 60, "--kinds", "cosine")
     out = example("own_attention", "--workdir", "runs", *size, *TINY)
@@ -151,6 +152,7 @@ def test_the_plain_script_writes_a_run(script, file, tmp_path):
     assert isinstance(translator.translate("three days"), str)
 
 
+@pytest.mark.slow
 def test_a_student_learns_from_a_teacher(script, file, trained_run):
     out = script("distillation", trained_run, file, 12)
     last = json.loads(out.splitlines()[-1].split(" ", 1)[1].replace("'", '"'))
@@ -159,6 +161,7 @@ def test_a_student_learns_from_a_teacher(script, file, trained_run):
     assert 0 < last["distillation"] < 20
 
 
+@pytest.mark.slow
 def test_preferred_translations_become_more_probable(script, trained_run, tmp_path):
     lines = [
         {"source": source, "chosen": target, "rejected": "un deux trois"}

@@ -66,6 +66,7 @@ def test_a_run_in_float64_needs_it_enabled(tmp_path, name):
         flaxformer_mt.train(refused, tmp_path / "run")
 
 
+@pytest.mark.slow_except("train-change0")
 @pytest.mark.parametrize(
     ("group", "change"),
     [("train", {"freeze": ("embeding",)}), ("model", {"attention_backend": "pallas_gpu"})],
@@ -108,6 +109,7 @@ def test_a_continued_run_records_the_options_that_it_was_given(tmp_path):
     assert (stored.train.num_steps, stored.decode.beam_size) == (2, 2)
 
 
+@pytest.mark.slow
 def test_a_run_without_a_whole_checkpoint_begins_again_from_where_it_was_started(run, tmp_path):
     config = with_changes(CONFIG, {"train": {"init_from": str(run.folder), "num_steps": 1}})
     tuned = flaxformer_mt.train(config, tmp_path / "tuned")
@@ -120,6 +122,7 @@ def test_a_run_without_a_whole_checkpoint_begins_again_from_where_it_was_started
     assert again.config.train.init_from == str(run.folder)
 
 
+@pytest.mark.slow_except("15")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_script_that_is_interrupted_saves_first(tmp_path, number):
     config = with_changes(CONFIG, {"train": {"num_steps": 50, "log_every": 1, "eval_every": 50}})
@@ -338,6 +341,7 @@ def test_callbacks_of_an_iterator_are_called(tmp_path):
     assert flaxformer_mt.train(config, tmp_path / "run", callbacks=functions).latest_step == 1
 
 
+@pytest.mark.slow
 def test_two_vocabularies_of_one_size_need_two_tables(tmp_path):
     numbers = [str(number**3) for number in range(1000, 1200)]
     letters = str.maketrans("0123456789", "abcdefghij")
@@ -360,6 +364,7 @@ def test_a_schedule_that_is_too_short_is_refused_before_the_text_is_read(monkeyp
         flaxformer_mt.train(short, tmp_path / "run")
 
 
+@pytest.mark.slow_except("10")
 @pytest.mark.parametrize("total_steps", [0, 10])
 def test_a_run_that_is_continued_for_longer_keeps_its_warm_up(tmp_path, total_steps):
     optimizer = {"warmup": 0.5, "total_steps": total_steps, "schedule": "inverse_square_root"}
@@ -471,6 +476,7 @@ def test_parameters_of_another_size_are_refused_before_anything_long(run, tmp_pa
 CHARACTERS = str.maketrans("0123456789", "あイう四五六七はきゅ")
 
 
+@pytest.mark.slow
 def test_scores_do_not_depend_on_the_name_of_the_language(tmp_path):
     """Generated digits become Japanese characters, by several names of Japanese."""
     quality = []

@@ -93,6 +93,7 @@ def accuracy(run):
     return np.mean(hits)
 
 
+@pytest.mark.slow
 def test_a_run_that_learns_links_is_better_aligned(config, tmp_path):
     guided = fmt.train(config, tmp_path / "guided")
     plain = fmt.train(
@@ -114,6 +115,7 @@ def test_a_run_that_learns_links_is_better_aligned(config, tmp_path):
     assert fmt.train(longer, guided.folder).latest_step == 151
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "options"),
     [

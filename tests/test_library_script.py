@@ -98,6 +98,7 @@ def test_a_killed_script_continues_with_the_same_bits(tmp_path, mesh):
     assert len(hashes) == 1
 
 
+@pytest.mark.slow
 def test_the_folder_is_a_run_for_all_commands(tmp_path, monkeypatch, capsys):
     whole = whole_run(tmp_path / "whole", "fsdp=2, tensor=2")
     monkeypatch.chdir(whole)

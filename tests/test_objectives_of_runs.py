@@ -60,6 +60,7 @@ def test_the_built_in_objective_given_as_a_function_trains_the_same_bits(plain, 
     )
 
 
+@pytest.mark.slow
 def test_an_objective_reads_its_frozen_tree_and_writers_see_the_metrics(plain, tmp_path):
     class Tracker:
         """A writer, such as one of a tracking service."""
@@ -111,6 +112,7 @@ def test_an_objective_needs_a_name(tmp_path):
         fmt.train(CONFIG, tmp_path / "run", objective=lambda *arguments: None)
 
 
+@pytest.mark.slow
 def test_a_run_learns_from_its_teacher(plain, tmp_path):
     options = {"train": {"teacher": str(plain.folder), "distillation_weight": 1.0}}
     with_teacher = with_changes(CONFIG, options)
@@ -133,6 +135,7 @@ def test_a_run_learns_from_its_teacher(plain, tmp_path):
         with_changes(with_teacher, {"train": {"r_drop": 1.0}})
 
 
+@pytest.mark.slow_except("2-0")
 @pytest.mark.parametrize(("heads", "groups"), [(2, 0), (4, 2)])
 def test_heads_that_tensor_parallelism_would_divide_are_refused(tmp_path, heads, groups):
     config = with_changes(

@@ -23,6 +23,7 @@ def content(folder):
     return {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
+@pytest.mark.slow
 def test_it_finds_a_sensible_rate_and_changes_no_file(trained_run, tmp_path, capfd):
     run = tmp_path / "run"
     shutil.copytree(trained_run, run)

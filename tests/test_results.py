@@ -365,6 +365,7 @@ def of_few_lines(recipe):
     return dataclasses.replace(recipe, text=text)
 
 
+@pytest.mark.slow
 def test_marian_of_transformers_is_trained_as_ours(results, raw, tmp_path):
     runs = importlib.import_module("reproduction.runs")
     values, metrics, translations = {}, [], []
@@ -386,6 +387,7 @@ def test_marian_of_transformers_is_trained_as_ours(results, raw, tmp_path):
         assert len({str(each[key]) for each in values.values()}) == 1
 
 
+@pytest.mark.slow
 def test_the_first_steps_beside_pytorch_have_what_they_rest_on(
     results, tmp_path, folder, monkeypatch
 ):
@@ -420,6 +422,7 @@ class Picture:
         path.write_bytes(b"")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("usual_optimizations")
 def test_the_copy_task_is_learned_perfectly(results, tmp_path, folder):
     runs = importlib.import_module("reproduction.runs")

@@ -266,6 +266,7 @@ def test_logits_of_random_weights(name):
     assert_logits_agree(random_pair(name))
 
 
+@pytest.mark.slow
 def test_logits_of_trained_weights(trained):
     assert_logits_agree(trained)
 
@@ -296,6 +297,7 @@ def hub_pair(kind):
     return ModelPair(config, params, theirs, max_length=24, first=HUB[kind])
 
 
+@pytest.mark.slow_except("nllb-4-False")
 @pytest.mark.parametrize(
     ("kind", "beam_size", "early_stopping"),
     [("nllb", 4, False), ("t5", 6, "never"), ("mbart50", 1, True)],
@@ -385,6 +387,7 @@ def test_random_models_find_the_same_with_any_search(seed):
         assert len(lines) <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beam_size", [pytest.param(1, marks=pytest.mark.slow), 6])
 def test_trained_weights_find_the_same(trained, trained_run, beam_size):
     sources = sorted(phrases(trained_run, 60), key=len)[:16]

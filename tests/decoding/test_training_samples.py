@@ -122,6 +122,7 @@ def test_an_objective_with_samples_has_gradients(talker):
     assert any(jnp.any(leaf != 0) for leaf in jax.tree.leaves(gradients))
 
 
+@pytest.mark.slow
 def test_sharded_parameters_give_the_same_samples(talker):
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("rows", "columns"))
 

@@ -309,6 +309,7 @@ def test_phrases_are_not_supported_with_sampling(talker):
         make_translator(talker).translate([Sentence("Hund", phrases=("Hund",))], mbr_samples=2)
 
 
+@pytest.mark.slow
 def test_no_input_is_longer_than_a_learned_position_table(talker):
     model = dataclasses.replace(talker.config.model, position_kind="learned", max_length=20)
     talker = dataclasses.replace(talker, config=dataclasses.replace(talker.config, model=model))

@@ -39,16 +39,16 @@ MAKERS = {
     "vocabularies": containers.vocabulary,
 }
 NUMBERS = {
-    "arrays": (8, 500),
-    "checkpoints": (40, 1000),
+    "arrays": (5, 500),
+    "checkpoints": (20, 1000),
     "command_lines": (12, 1200),
-    "configurations": (8, 700),
+    "configurations": (4, 700),
     "corpora": (8, 700),
-    "damage": (5, 700),
-    "data_sets": (5, 500),
-    "foreign_folders": (20, 700),
-    "hostile_runs": (5, 500),
-    "vocabularies": (8, 500),
+    "damage": (2, 700),
+    "data_sets": (3, 500),
+    "foreign_folders": (6, 700),
+    "hostile_runs": (3, 500),
+    "vocabularies": (4, 500),
 }
 """Number of cases in every test run, and with `-m slow`."""
 BLOCK = 100
@@ -100,7 +100,7 @@ def test_cases(kind, seeds, world, tmp_path, record_counts):
 def test_intact_data_sets_are_read(world, tmp_path):
     for kind, data in world.data_sets.items():
         case = data_sets.case("intact", kind, data, world, tmp_path)
-        outcome = run_command(case.arguments, folder=tmp_path)
+        outcome = run_command(case.arguments, folder=tmp_path, seconds=120)
         assert (outcome.code, case.problem(outcome)) == (0, ""), outcome
 
 

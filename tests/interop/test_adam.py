@@ -89,6 +89,7 @@ def moments_by_name(variant: Variant, checkpoint: dict[str, Any]) -> dict[str, t
     }
 
 
+@pytest.mark.slow_except("tunz-omitted1", "fairseq_post_shared-omitted2")
 @pytest.mark.parametrize(
     ("name", "omitted"),
     [

@@ -17,6 +17,7 @@ from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.convert import OWN, convert
 
 
+@pytest.mark.slow_except("marian_all", "t5_gated", "annotated_1000_shared", "opennmt_unbiased")
 @pytest.mark.parametrize("name", ONE_OF_EACH.values())
 def test_to_our_own_file_and_back_is_byte_identical(name, tmp_path):
     variant = ALL[name]

@@ -395,6 +395,7 @@ def test_translations_are_ours(name, tmp_path, usual_optimizations):
     assert worst <= 1e-4
 
 
+@pytest.mark.slow
 def test_the_end_token_has_the_name_that_scripts_append(tmp_path):
     names = {"pad_id": 0, "bos_id": 1, "eos_id": 2, "unk_id": 3}
     names |= {"eos_piece": "<end>", "unk_piece": "<unknown>"}
@@ -410,6 +411,7 @@ def test_the_end_token_has_the_name_that_scripts_append(tmp_path):
     assert ours == pytest.approx([score for _, score in served.translate(sources)], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_source_padding_that_is_a_target_piece_is_never_chosen(tmp_path):
     vocabularies, config = write_separate_tokenizers(tmp_path / "published")
     padding = config.pad_token_id

@@ -463,6 +463,7 @@ def test_a_model_computes_the_same_with_any_backend(backend, kind, packed):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("gpu_kernels_by_einsum")
 def test_projections_are_computed_again_instead_of_stored():
     stored = {}

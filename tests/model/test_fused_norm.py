@@ -159,6 +159,7 @@ def loss_and_gradients(config):
     return loss(params)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("gpu_kernels_by_einsum")
 def test_a_model_has_the_same_parameters_dropout_and_gradients_with_it():
     by_xla = loss_and_gradients(SMALL)

@@ -75,6 +75,7 @@ def logits_of(config, params, packed):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [pytest.param(None, marks=SLOW), True])
 @pytest.mark.parametrize(
     ("kind", "groups"),
@@ -136,6 +137,7 @@ def test_equals_pytorch(float64, causal):
         np.testing.assert_allclose(gradient, tensor.grad.numpy(), atol=1e-12)
 
 
+@pytest.mark.slow_except("t5_relative-1")
 @pytest.mark.parametrize(
     ("kind", "beams"),
     [
@@ -165,6 +167,7 @@ def test_cached_steps_equal_the_whole_pass(kind, beams):
         chex.assert_trees_all_close(logits, expected, atol=1e-5)
 
 
+@pytest.mark.slow_except("True-pallas_tpu")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("causal", [pytest.param(False, marks=SLOW), True])
 def test_kernels_equal_the_einsum(backend, causal):
@@ -194,6 +197,7 @@ def test_kernels_equal_the_einsum(backend, causal):
     chex.assert_trees_all_close(run(fused, *vectors, bias), run(einsum, *vectors, bias), atol=5e-5)
 
 
+@pytest.mark.slow_except("pallas_gpu-rotary-none")
 @pytest.mark.usefixtures("gpu_kernels_by_einsum")
 @pytest.mark.parametrize(
     ("backend", "kind", "remat"),

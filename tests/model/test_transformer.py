@@ -96,6 +96,7 @@ def check_cached_steps(config, tolerance):
         chex.assert_trees_all_close(logits[:, 1], full[:, position], rtol=0, atol=tolerance)
 
 
+@pytest.mark.slow_except("post", "recurrent", "learned", "padding start")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=SLOW) if name in OF_BOTH_PASSES else name for name in CONFIGS]
 )
@@ -149,6 +150,7 @@ def test_without_segments_padding_does_not_matter():
     chex.assert_trees_all_close(padded[1:, :3], alone, atol=1e-6)
 
 
+@pytest.mark.slow_except("post")
 @pytest.mark.parametrize("name", ["post", "recurrent"])
 def test_segments_of_a_row_do_not_see_each_other(float64, name):
     config = dataclasses.replace(CONFIGS[name], dtype="float64", param_dtype="float64")
@@ -175,6 +177,7 @@ def test_attention_of_every_layer_is_returned_and_sums_to_one():
     np.testing.assert_array_equal(attention.decoder_self[..., 0, 1:], 0)
 
 
+@pytest.mark.slow_except("attention_dropout")
 @pytest.mark.parametrize("rate", ["dropout", "attention_dropout", "activation_dropout"])
 def test_each_dropout_site_can_act_alone(rate):
     off = dict.fromkeys(

@@ -69,6 +69,7 @@ def test_the_chunked_loss_is_the_loss_of_all_logits(
         chex.assert_trees_all_close(in_chunks(*factors), expected[0], atol=1e-12)
 
 
+@pytest.mark.slow_except("cpu-uniform", "gpu-uniform")
 @pytest.mark.parametrize("convention", ["uniform", "non_pad_kl"])
 def test_the_chunked_loss_with_r_drop_is_the_formula_of_the_paper(float64, platform, convention):
     """Of rows 2b and 2b + 1 as two predictions: equation 4 of Liang et al. 2021."""
@@ -104,6 +105,7 @@ def test_the_chunked_loss_with_r_drop_is_the_formula_of_the_paper(float64, platf
         chex.assert_trees_all_close(in_chunks(*factors), expected[0], atol=1e-12)
 
 
+@pytest.mark.slow_except("cpu-0.3-2.5", "gpu-0.3-2.5")
 @pytest.mark.parametrize(
     ("weight", "temperature"),
     [

@@ -39,6 +39,7 @@ def compare(variant: Variant, dtype: str) -> parity.Report:
 
 # Of the other variants, `test_references.py` compares logits and attention, and
 # `test_mutations.py` compares every value of its families.
+@pytest.mark.slow_except("marian_all", "opennmt_unbiased")
 @pytest.mark.parametrize(
     "name",
     others_are_slow(

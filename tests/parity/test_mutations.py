@@ -92,6 +92,7 @@ def test_a_mutation_is_found_and_named(family, mutation):
 
 
 # The last first: the programs of the mutations before are still compiled.
+@pytest.mark.slow_except("t5", "annotated")
 @pytest.mark.parametrize("family", list(reversed(FAMILIES)))
 def test_an_unchanged_reference_has_no_diagnosis(family):
     report = compared(family)

@@ -31,6 +31,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.slow_except("opennmt_rotary", "opennmt_t5")
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("name", KINDS)
 def test_a_cached_step_equals_the_reference(name):

@@ -175,6 +175,7 @@ def model(request) -> Loaded:
     return load(request.param)
 
 
+@pytest.mark.slow
 def test_logits_and_choices_equal_those_of_pytorch(model):
     ours, theirs = both_logits(
         model.config, model.params, model.reference, model.source, model.target_input

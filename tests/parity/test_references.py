@@ -272,6 +272,7 @@ def test_double_projection_layers_equal_ours_in_float32():
     check_double_projection("float32")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("float64")
 def test_double_projection_layers_equal_ours_in_float64():
     check_double_projection("float64")

@@ -190,6 +190,7 @@ def check_against_numpy(direction: str, folder: Path, chosen: slice) -> None:
             np.testing.assert_allclose(row[: len(theirs)], theirs, rtol=0, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_translations_and_probabilities_are_those_of_numpy(runs):
     check_against_numpy("en-pt", runs["en-pt"], FEW)
 

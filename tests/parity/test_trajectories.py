@@ -74,6 +74,7 @@ def test_a_thousand_steps_in_float64(name):
     assert learned(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -91,6 +92,7 @@ def test_a_hundred_steps_in_float64(name):
     assert learned(found)
 
 
+@pytest.mark.slow
 def test_float32_stays_within_its_own_tolerance():
     assert train(ALL["tunz"], 50, "float32").first_divergence is None
 

@@ -59,6 +59,7 @@ def fine_tune(run, text, tuned, *more):
     return losses
 
 
+@pytest.mark.slow
 def test_a_published_model_is_trained_further(published, text, tmp_path):
     run, tuned, exported = (tmp_path / name for name in ("run", "tuned", "exported"))
     convert("marian", OWN, published, run)

@@ -117,6 +117,7 @@ def test_a_language_model_needs_one_language(text, tmp_path):
     assert np.isfinite(validation).all()
 
 
+@pytest.mark.slow
 def test_fine_tuning_starts_where_the_other_run_ended(finished, text, tmp_path):
     workdir = tmp_path / "run"
     run(

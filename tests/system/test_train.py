@@ -77,6 +77,7 @@ training.train(training.parse_flags(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_as_if_it_had_not_been(finished, text, tmp_path):
     """Killed when all of a checkpoint but its name is written; test_kills.py kills at any time."""
     workdir = tmp_path / "run"

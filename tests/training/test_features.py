@@ -168,6 +168,7 @@ def test_r_drop_is_the_formula_of_the_paper(setup, num_devices):
     assert metrics["padding_fraction"][1] == 2 * weights.size
 
 
+@pytest.mark.slow
 def test_r_drop_on_sharded_rows(setup):
     """Each device pairs the two predictions of its own rows."""
     found = []

@@ -148,6 +148,7 @@ def test_optimizer_state_and_average_are_sharded_like_the_parameters(setup):
         assert set(found[path]) <= {None}
 
 
+@pytest.mark.slow
 def test_adafactor_is_trained_sharded(setup):
     """Its row and column means have paths that end as those of the parameters, but other shapes."""
     one, eight = (
