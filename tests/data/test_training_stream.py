@@ -23,6 +23,7 @@ from flaxformer_mt.data.stream import mixture
 from flaxformer_mt.data.stream.batches import BatchShape, DataPosition, Shard
 from flaxformer_mt.data.stream.packing import Sentences
 from flaxformer_mt.data.stream.training_stream import TrainingStream, choose_source_row_length
+from flaxformer_mt.data.tokenizers.base import Tokenizer
 from flaxformer_mt.errors import UserError
 from tests.data.pairs import all_pairs, encoded, pairs_in, pairs_of_lengths
 
@@ -82,6 +83,8 @@ class RepeatingSampler:
 
     def with_source_end(self, tokens):
         return [*tokens, TransformerConfig.eos_id]
+
+    sample_sources = Tokenizer.sample_sources
 
 
 def sampled_corpus(count):

@@ -347,8 +347,8 @@ class _PairReader:
             raise ValueError("data.subword_sampling needs a vocabulary to sample from")
         decoded = [texts[index].tobytes().decode() for index in range(len(texts))]
         amount = self._config.data.subword_sampling
-        sampled = self._sampler.sample(decoded, int(random.integers(2**32)), amount)
-        drawn = Sentences.from_lists([*map(self._sampler.with_source_end, sampled)])
+        seed = int(random.integers(2**32))
+        drawn = Sentences.of_lengths(*self._sampler.sample_sources(decoded, seed, amount))
         sources = pairs.sources.truncate(length, self._config.model.eos_id)
         indices = np.arange(len(texts)) + len(texts) * (drawn.lengths > length)
         return Sentences.join([drawn, sources]).take(indices)

@@ -9,6 +9,8 @@ A tag ("<2de>", see `CorpusConfig.tag`) is a single piece: it is never split or 
 import abc
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 
 class Tokenizer(abc.ABC):
     """A vocabulary: conversion between text and token ids.
@@ -71,6 +73,17 @@ class Tokenizer(abc.ABC):
             for unigram models, the exponent of the probability of a segmentation (subword
             regularization, Kudo 2018). See `data.subword_sampling`.
         """
+
+    def sample_sources(
+        self, texts: Sequence[str], seed: int, amount: float
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the tokens of `sample` as encoders read them, in a row, and their numbers.
+
+        These are int32 and int64 [N].
+        """
+        sentences = [self.with_source_end(ids) for ids in self.sample(texts, seed, amount)]
+        tokens = np.array([id for ids in sentences for id in ids], np.int32)
+        return tokens, np.array([*map(len, sentences)], np.int64)
 
     @abc.abstractmethod
     def decode(self, sentences: Sequence[Sequence[int]]) -> list[str]:

@@ -6,10 +6,17 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
 
-from flaxformer_mt.data.tokenizers.subword_sampling import MOST_SPLITS, BpeDropout, UnigramSampling
+from flaxformer_mt.data.tokenizers.subword_sampling import (
+    MOST_SPLITS,
+    BpeDropout,
+    UnigramSampling,
+    WordSampler,
+    as_lists,
+)
 from flaxformer_mt.errors import UserError
 
 SPACE = "\u2581"
@@ -43,15 +50,22 @@ class TextSampler:
         self._processor = processor
 
     @functools.cached_property
-    def _words(self) -> BpeDropout | UnigramSampling:
+    def _words(self) -> WordSampler:
         return _word_sampler(self._processor)
+
+    def draw(self, texts: Sequence[str], seed: int, amount: float) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the model's piece ids of all texts in a row, and how many each has, int64 [N].
+
+        Arguments as in `Tokenizer.sample`.
+        """
+        words = [WORD.findall(text) for text in self._processor.normalize(list(texts))]
+        tokens, lengths = self._words.draw(list(itertools.chain(*words)), seed, amount)
+        ends = np.cumsum([0, *map(len, words)])
+        return tokens, np.diff(np.concatenate([[0], lengths.cumsum()])[ends])
 
     def sample(self, texts: Sequence[str], seed: int, amount: float) -> list[list[int]]:
         """Returns the model's piece ids for each text; arguments as in `Tokenizer.sample`."""
-        words = [WORD.findall(text) for text in self._processor.normalize(list(texts))]
-        sampled = self._words.sample(list(itertools.chain(*words)), seed, amount)
-        remaining = iter(sampled)
-        return [list(itertools.chain(*itertools.islice(remaining, len(own)))) for own in words]
+        return as_lists(*self.draw(texts, seed, amount))
 
     def sample_pieces(self, texts: Sequence[str], seed: int, amount: float) -> list[list[str]]:
         """Returns the pieces for each text; one with unknown pieces is segmented in the best way.
@@ -68,7 +82,7 @@ class TextSampler:
 
 def _word_sampler(
     processor: sentencepiece.SentencePieceProcessor,
-) -> BpeDropout | UnigramSampling:
+) -> WordSampler:
     proto = parse_model(processor.serialized_model_proto())
     pieces = list(enumerate(proto.pieces))
 

@@ -14,6 +14,7 @@ import unicodedata
 from collections.abc import Sequence
 from typing import Literal
 
+import numpy as np
 import sentencepiece
 
 from flaxformer_mt.config import DataConfig
@@ -87,6 +88,12 @@ class SentencePieceTokenizer(Tokenizer):
 
     def sample(self, texts: Sequence[str], seed: int, amount: float) -> list[list[int]]:
         return self._sampler.sample(_normalized(self._form, texts), seed, amount)
+
+    def sample_sources(
+        self, texts: Sequence[str], seed: int, amount: float
+    ) -> tuple[np.ndarray, np.ndarray]:
+        tokens, lengths = self._sampler.draw(_normalized(self._form, texts), seed, amount)
+        return np.insert(tokens, lengths.cumsum(), self.eos_id), lengths + 1
 
     def decode(self, sentences: Sequence[Sequence[int]]) -> list[str]:
         return self._processor.decode([self.until_end(self._known(each)) for each in sentences])

@@ -5,24 +5,91 @@ SentencePiece offers the same, but its random numbers differ between processes w
 sufficient to segment words.
 """
 
-import functools
+import abc
+import bisect
 import heapq
 import random
 from collections.abc import Callable, Mapping, Sequence
+from typing import Generic, TypeVar
 
 import numpy as np
 
 MOST_SPLITS = 64
 """Number of best segmentations from which a unigram model samples; others are far less likely."""
 
-_CACHED_WORDS = 100_000  # Most text consists of few distinct words.
-_CACHED_SPLITS = 400_000  # Of words with dropped merges, mostly one or two.
+_CACHED_SPLITS = 500_000
+_Key = TypeVar("_Key")
 
 
-class BpeDropout:
+class _Splits(Generic[_Key]):
+    """Segmentations by key, as a ragged array that grows: most text has few distinct words.
+
+    Attributes:
+      numbers: the number of the segmentation with each key.
+      merges: how many merges are possible in each, int64, with room for more.
+    """
+
+    def __init__(self) -> None:
+        self.numbers: dict[_Key, int] = {}
+        self._tokens = np.empty(1 << 12, np.int32)
+        self._ends = np.zeros(1 << 10, np.int64)
+        self.merges = np.empty(1 << 10, np.int64)
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, key: _Key, ids: Sequence[int], merges: int = 0) -> int:
+        """Adds a segmentation, with its number of possible merges, and returns its number."""
+        number, start = self._count, int(self._ends[self._count])
+        end = start + len(ids)
+        while end > len(self._tokens):
+            self._tokens = np.concatenate([self._tokens, self._tokens])
+        if number + 2 > len(self._ends):
+            self._ends = np.concatenate([self._ends, self._ends])
+            self.merges = np.concatenate([self.merges, self.merges])
+        self._tokens[start:end] = ids
+        self._ends[number + 1], self.merges[number] = end, merges
+        self.numbers[key] = number
+        self._count += 1
+        return number
+
+    def take(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the tokens of segmentations, in a row, and their lengths, int64 [N]."""
+        starts = self._ends[numbers]
+        lengths = self._ends[numbers + 1] - starts
+        firsts = np.cumsum(lengths) - lengths
+        places = np.arange(lengths.sum()) + np.repeat(starts - firsts, lengths)
+        return self._tokens[places], lengths
+
+
+class WordSampler(abc.ABC):
+    """Draws segmentations of words at random."""
+
+    @abc.abstractmethod
+    def draw(self, words: Sequence[str], seed: int, amount: float) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the token ids of all words, int32, in a row, and how many each has, int64 [N].
+
+        `amount` is that of `Tokenizer.sample`.
+        """
+
+    def sample(self, words: Sequence[str], seed: int, amount: float) -> list[list[int]]:
+        """Returns the token ids of each word."""
+        return as_lists(*self.draw(words, seed, amount))
+
+
+def as_lists(tokens: np.ndarray, lengths: np.ndarray) -> list[list[int]]:
+    """Divides tokens that are in a row."""
+    ends = lengths.cumsum().tolist()
+    values = tokens.tolist()
+    return [values[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+class BpeDropout(WordSampler):
     """BPE-dropout: byte pair encoding in which merges are dropped at random.
 
     As in SentencePiece, a dropped merge becomes possible again when a neighboring piece changes.
+    `amount` is the probability of dropping one.
 
     Source: Provilkov et al. 2020.
 
@@ -44,33 +111,46 @@ class BpeDropout:
         self._ids = ids
         self._encode = encode
         self._whole = tuple(whole)
-        self._best = functools.lru_cache(_CACHED_WORDS)(self._split_best)
-        self._split = functools.lru_cache(_CACHED_SPLITS)(self._split_without)
+        self._splits: _Splits[str | tuple[str, tuple[int, ...]]] = _Splits()
 
-    def sample(self, words: Sequence[str], seed: int, amount: float) -> list[list[int]]:
-        """Returns the token ids of each word; `amount` is the probability of dropping a merge."""
+    def draw(self, words: Sequence[str], seed: int, amount: float) -> tuple[np.ndarray, np.ndarray]:
+        """See `WordSampler`."""
         # One random number per word gives its first dropped merge; most words have none.
         first_dropped = np.random.default_rng(seed).geometric(amount, size=len(words))
         draw = random.Random(seed).random
-        sampled = []
-        for word, merge in zip(words, first_dropped.tolist(), strict=True):
-            ids, merges = self._best(word)
+        if len(self._splits) > _CACHED_SPLITS:
+            self._splits = _Splits()
+        numbers = self._best(words)
+        possible = self._splits.merges[numbers]
+        for index in np.flatnonzero(first_dropped <= possible).tolist():
+            word, merge, merges = words[index], int(first_dropped[index]), int(possible[index])
             dropped: tuple[int, ...] = ()
             while merge <= merges:
                 dropped = (*dropped, merge)
-                ids, merges = self._split(word, dropped)
+                number = self._splits.numbers.get((word, dropped))
+                if number is None:
+                    split = self._split_without(word, dropped)
+                    number = self._splits.add((word, dropped), *split)
+                merges = int(self._splits.merges[number])
                 merge += 1
                 while merge <= merges and draw() >= amount:
                     merge += 1
-            sampled.append(ids)
-        return sampled
+            numbers[index] = number
+        return self._splits.take(numbers)
+
+    def _best(self, words: Sequence[str]) -> np.ndarray:
+        """Returns the numbers of the segmentations without dropped merges, int64 [N]."""
+        numbers = self._splits.numbers
+        for word in set(words).difference(numbers):
+            self._splits.add(word, *self._split_best(word))
+        return np.fromiter(map(numbers.__getitem__, words), np.int64, len(words))
 
     def _split_best(self, word: str) -> tuple[list[int], int]:
         """Returns the ids of a word without dropped merges, and the number of merges."""
         is_whole = any(piece in word for piece in self._whole)
         if is_whole or not self._ids.keys() >= set(word):
             return self._encode(word), 0
-        return self._split(word, ())
+        return self._split_without(word, ())
 
     def _split_without(self, word: str, dropped: tuple[int, ...]) -> tuple[list[int], int]:
         """Returns the ids and the number of possible merges, without those of some numbers."""
@@ -106,10 +186,11 @@ class BpeDropout:
         return [self._ids[piece] for piece in pieces if piece], possible
 
 
-class UnigramSampling:
+class UnigramSampling(WordSampler):
     r"""Subword regularization: samples segmentations x with probability ~ P(x)^amount.
 
-    They are drawn from the `MOST_SPLITS` best ones of a word, by the log-probabilities of tokens.
+    They are drawn from the `MOST_SPLITS` best ones of a word, by the log-probabilities of tokens:
+    more uniformly with a lower `amount`.
 
     Source: Kudo 2018, section 3.2.
     """
@@ -119,19 +200,26 @@ class UnigramSampling:
     ) -> None:
         self._best_splits = best_splits
         self._log_probabilities = log_probabilities
-        self._splits = functools.lru_cache(_CACHED_WORDS)(self._split)
+        self._splits: _Splits[tuple[str, int]] = _Splits()
+        self._choices: dict[str, tuple[int, list[float]]] = {}
+        self._amount = 0.0
 
-    def sample(self, words: Sequence[str], seed: int, amount: float) -> list[list[int]]:
-        """Returns the token ids of each word, more uniformly with a lower `amount`."""
-        numbers = np.random.default_rng(seed).random(len(words))
-        sampled = []
-        for word, number in zip(words, numbers.tolist(), strict=True):
-            splits, scores = self._splits(word)
-            weights = np.exp(amount * (scores - scores[0])).cumsum()
-            sampled.append(splits[int(np.searchsorted(weights, number * weights[-1], "right"))])
-        return sampled
+    def draw(self, words: Sequence[str], seed: int, amount: float) -> tuple[np.ndarray, np.ndarray]:
+        """See `WordSampler`."""
+        if amount != self._amount or len(self._splits) > _CACHED_SPLITS:
+            self._splits, self._choices, self._amount = _Splits(), {}, amount
+        for word in set(words).difference(self._choices):
+            self._choices[word] = self._choices_of(word)
+        numbers = []
+        random_numbers = np.random.default_rng(seed).random(len(words)).tolist()
+        for word, number in zip(words, random_numbers, strict=True):
+            first, weights = self._choices[word]
+            numbers.append(first + bisect.bisect_right(weights, number * weights[-1]))
+        return self._splits.take(np.array(numbers, np.int64))
 
-    def _split(self, word: str) -> tuple[list[list[int]], np.ndarray]:
+    def _choices_of(self, word: str) -> tuple[int, list[float]]:
+        """Returns the number of the best segmentation, which others follow, and summed weights."""
         splits = self._best_splits(word)
-        scores = [sum(self._log_probabilities[token] for token in split) for split in splits]
-        return splits, np.array(scores)
+        numbers = [self._splits.add((word, index), ids) for index, ids in enumerate(splits)]
+        scores = np.array([sum(self._log_probabilities[id] for id in ids) for ids in splits])
+        return numbers[0], np.exp(self._amount * (scores - scores[0])).cumsum().tolist()
