@@ -390,7 +390,10 @@ class _Store:
                 (tokens.targets, tokenizers.target),
             )
         ]
-        return example_of(place(part.path(index), int(part.numbers[index])), *texts)
+        source, target = texts
+        if self.corpus.tag:
+            source = source.removeprefix(f"{self.corpus.tag} ")
+        return example_of(place(part.path(index), int(part.numbers[index])), source, target)
 
 
 def _changes(stored: _Origin, wanted: _Origin) -> str:
