@@ -8,7 +8,7 @@ import pytest
 
 from flaxformer_mt.config import DataConfig, ExperimentConfig
 from flaxformer_mt.data.corpora.corpus import ParallelCorpus, load_corpus
-from flaxformer_mt.data.stream import store_parts, token_store
+from flaxformer_mt.data.stream import store_parts
 from flaxformer_mt.data.stream.token_store import make_parts, open_stores
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 
@@ -38,7 +38,7 @@ def bytes_of(folder):
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
     monkeypatch.setattr(store_parts, "PAIRS", 7)
-    monkeypatch.setattr(token_store, "_HASHES_AT_ONCE", 10)
+    monkeypatch.setattr(store_parts, "_HASHES_AT_ONCE", 10)
 
 
 @pytest.fixture

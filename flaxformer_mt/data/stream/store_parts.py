@@ -28,6 +28,7 @@ from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.runs import atomic
 
 PAIRS = 20_000
+_HASHES_AT_ONCE = 2**23
 _ARRAYS, _VALUES, _END = "arrays.npz", "part.json", "end.json"
 _HASHES, _ORDER = "hashes.npy", "order.npy"
 """Sorted hashes of the pairs, and the index of each; none if duplicates are kept."""
@@ -194,6 +195,36 @@ class Parts:
             dropped,
             EntityCounter(*values["entities"]),
         )
+
+
+def first_occurrences(parts: Parts, earlier: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Finds the pairs that occur neither before nor in earlier corpora.
+
+    Hashes are compared in ranges, each of which is read once, so that time and memory are linear in
+    the number of pairs: some 20 bytes of memory each.
+
+    Args:
+      parts: those of a corpus that is read completely.
+      earlier: sorted hashes of the pairs of earlier corpora, uint64 [N].
+
+    Returns:
+      Whether each pair of all parts is the first of its kind, bool [pairs], and the hashes of all
+      pairs so far, sorted, in pieces.
+    """
+    is_first = np.zeros(parts.count(), np.bool_)
+    seen = []
+    width = 2**64 // 2 ** (len(is_first) // _HASHES_AT_ONCE).bit_length()
+    for low in range(0, 2**64, width):
+        found = list(parts.pairs_within(low, low + width - 1))
+        hashes = np.concatenate([each for each, _ in found])
+        indices = np.concatenate([each for _, each in found])
+        known = earlier[earlier.searchsorted(np.uint64(low)) :]
+        known = known[: known.searchsorted(np.uint64(low + width - 1), side="right")]
+        distinct, first = np.unique(hashes, return_index=True)
+        is_new = ~np.isin(distinct, known, assume_unique=True, kind="sort")
+        is_first[indices[first[is_new]]] = True
+        seen.append(np.union1d(known, distinct))
+    return is_first, seen
 
 
 def _made(

@@ -45,7 +45,7 @@ from flaxformer_mt.data.stream.encoded_corpus import (
 )
 from flaxformer_mt.data.stream.links import Unlinked, check_links
 from flaxformer_mt.data.stream.packing import Sentences
-from flaxformer_mt.data.stream.store_parts import Part, Parts
+from flaxformer_mt.data.stream.store_parts import Part, Parts, first_occurrences
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs import atomic
@@ -54,7 +54,6 @@ from flaxformer_mt.runs.manifest import damage, write_manifest
 
 _LAYOUT = 2  # Version of the layout; stores of other versions are rebuilt.
 _PARTS = "parts-"
-_HASHES_AT_ONCE = 2**23
 _ARRAYS: Mapping[str, str] = {
     "sources": "source.tokens",
     "targets": "target.tokens",
@@ -346,7 +345,13 @@ class _Store:
 
     def _distinct(self, parts: Parts, folder: Path) -> Iterator[Part]:
         """Yields the parts without pairs that occur before, and writes the hashes of all pairs."""
-        is_first = self._first_occurrences(parts, folder)
+        earlier = np.empty(0, np.uint64)
+        if len(self.relevant) > 1:
+            name = f"train-{len(self.corpora) - 2}"
+            earlier = _map(self.cache_folder / name / "seen.hashes", np.uint64)
+        is_first, seen = first_occurrences(parts, earlier)
+        for hashes in seen:
+            _append(folder / "seen.hashes", hashes)
         before = 0
         for part in parts:
             kept = is_first[before : before + len(part.numbers)]
@@ -356,29 +361,6 @@ class _Store:
             if len(repeated):
                 dropped["duplicate"] = Dropped(len(repeated), self._example(part, int(repeated[0])))
             yield part.only(kept, dropped)
-
-    def _first_occurrences(self, parts: Parts, folder: Path) -> np.ndarray:
-        """Returns whether each pair is the first of its kind, bool [pairs of all parts].
-
-        Hashes are compared in ranges, so that the memory does not grow with the corpus.
-        """
-        earlier = np.empty(0, np.uint64)
-        if len(self.relevant) > 1:
-            name = f"train-{len(self.corpora) - 2}"
-            earlier = _map(self.cache_folder / name / "seen.hashes", np.uint64)
-        is_first = np.zeros(parts.count(), np.bool_)
-        width = 2**64 // 2 ** (len(is_first) // _HASHES_AT_ONCE).bit_length()
-        for low in range(0, 2**64, width):
-            found = list(parts.pairs_within(low, low + width - 1))
-            hashes = np.concatenate([each for each, _ in found])
-            indices = np.concatenate([each for _, each in found])
-            known = earlier[earlier.searchsorted(np.uint64(low)) :]
-            known = known[: known.searchsorted(np.uint64(low + width - 1), side="right")]
-            distinct, first = np.unique(hashes, return_index=True)
-            is_new = ~np.isin(distinct, known, assume_unique=True, kind="sort")
-            is_first[indices[first[is_new]]] = True
-            _append(folder / "seen.hashes", np.union1d(known, distinct))
-        return is_first
 
     def _example(self, part: Part, index: int) -> str:
         """Describes a pair; its text is that of its tokens."""
