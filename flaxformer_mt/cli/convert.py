@@ -109,7 +109,7 @@ def convert(
         quantization,
         certified=not no_certificate,
         vocabulary=VocabularyOptions(
-            [line for file in trim_vocabulary for line in read_lines(Path(file))],
+            tuple(line for file in trim_vocabulary for line in read_lines(Path(file))),
             add_token,
             dict(zip(add_language, like, strict=True)),
         ),

@@ -258,10 +258,10 @@ KILLED = """
 
     commit = step_folders.commit
 
-    def commit_or_die(folder, partial, record):
+    def commit_or_die(folder, partial, *rest):
         if partial.name == "2":
             os.kill(os.getpid(), signal.SIGKILL)
-        commit(folder, partial, record)
+        commit(folder, partial, *rest)
 
     step_folders.commit = commit_or_die
     with fmt.Checkpoints(sys.argv[1]) as checkpoints:

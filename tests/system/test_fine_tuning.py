@@ -139,7 +139,7 @@ def test_a_language_that_was_added_is_learned(text, tmp_path):
     published, run, own = (tmp_path / name for name in ("published", "run", "text"))
     lines = [(text / f"train.{side}").read_text().splitlines() for side in ("en", "de")]
     hub_models.save("nllb", [*lines[0], *lines[1]], published)
-    options = VocabularyOptions([*lines[0], *lines[1]], languages={"tyv_Cyrl": "eng_Latn"})
+    options = VocabularyOptions((*lines[0], *lines[1]), languages={"tyv_Cyrl": "eng_Latn"})
     convert("m2m100", OWN, published, run, vocabulary=options)
     own.mkdir()
     for split, origin in (("train", "train"), ("valid", "valid"), ("test", "valid")):

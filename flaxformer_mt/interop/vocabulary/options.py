@@ -1,7 +1,7 @@
 """What a conversion changes of a vocabulary: `convert --trim-vocabulary`, `--add-token`, ..."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from flaxformer_mt.interop.formats.bundle import ModelBundle
 from flaxformer_mt.interop.vocabulary.changes import with_vocabulary
@@ -13,7 +13,7 @@ from flaxformer_mt.interop.vocabulary.trimming import trimmed
 class VocabularyOptions:
     """Tokens to remove, then tokens to add."""
 
-    texts: Sequence[str] = ()
+    texts: tuple[str, ...] = ()
     """Sentences whose tokens are kept; without any, all are."""
     tokens: tuple[str, ...] = ()
     languages: Mapping[str, str] = dataclasses.field(default_factory=dict)
