@@ -121,6 +121,11 @@ def padded(sources, pad_id):
 def generate(pair, sources, options, batch_size=50):
     """Returns (tokens without start, score) of each hypothesis, best first, for each source."""
     found = []
+    settings = pair.theirs.config
+    # The cache of transformers 5 has as many layers as T5's encoder.
+    has_cache = settings.model_type not in ("t5", "mt5") or (
+        settings.num_decoder_layers <= settings.num_layers
+    )
     for start in range(0, len(sources), batch_size):
         rows = torch.tensor(padded(sources[start : start + batch_size], pair.config.pad_id))
         result = pair.theirs.generate(
@@ -128,6 +133,7 @@ def generate(pair, sources, options, batch_size=50):
             attention_mask=rows != pair.config.pad_id,
             output_scores=True,
             return_dict_in_generate=True,
+            use_cache=has_cache,
             **options,
         )
         sequences = [
@@ -190,7 +196,8 @@ def differences(pair, sources, beam_size, early_stopping, length_penalty, **othe
     settings = pair.theirs.generation_config.to_dict() | options
     decode, notes = generation_config.to_decode(settings, pair.config)
     assert notes == []
-    decode = dataclasses.replace(decode, allow_padding=settings["bad_words_ids"] == [])
+    is_excluded = [pair.config.pad_id] in generation_config.excluded_phrases(settings)
+    decode = dataclasses.replace(decode, allow_padding=not is_excluded)
     prefix = []
     if pair.first is not None:
         options["forced_bos_token_id"] = pair.first
@@ -199,7 +206,7 @@ def differences(pair, sources, beam_size, early_stopping, length_penalty, **othe
         options["output_logits"] = True
         del options["early_stopping"]
     options = {name: value for name, value in options.items() if value != []}
-    if decode.allow_padding:
+    if settings["bad_words_ids"] == []:
         pair.theirs.generation_config.bad_words_ids = None
     expected = generate(pair, sources, options)
     requests = [
@@ -349,6 +356,11 @@ def random_hub_pair(seed):
             "relative_attention_num_buckets": draw.choice([4, 8, 32]),
             "relative_attention_max_distance": draw.choice([16, 20, 128]),
         }  # fmt: skip
+        # Smaller distances are refused: their buckets are not defined.
+        least = options["relative_attention_num_buckets"] // 2 + 1
+        options["relative_attention_max_distance"] = max(
+            least, options["relative_attention_max_distance"]
+        )
         if kind == "t5":
             options["feed_forward_proj"] = draw.choice(["relu", "gated-silu", "gated-gelu"])
     else:
