@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from flaxformer_mt.data.tokenizers.base import Tokenizer
 from flaxformer_mt.data.tokenizers.marian_tokenizer import (
+    ADDED_TOKENS,
     TOKENIZER_CONFIG,
     TokenizerFiles,
     clean_up,
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 VOCABULARY_FILE = "tokenizer.json"
 FILES = (
-    VOCABULARY_FILE, TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json",
+    VOCABULARY_FILE, TOKENIZER_CONFIG, "special_tokens_map.json", ADDED_TOKENS,
     "sentencepiece.bpe.model", "spiece.model", "vocab.json", "merges.txt",
 )  # fmt: skip
 """The tokenizer files of a folder. Only the first two are read, the others are kept."""

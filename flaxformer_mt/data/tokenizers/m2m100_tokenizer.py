@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from flaxformer_mt.data.tokenizers.marian_tokenizer import (
+    ADDED_TOKENS,
     TOKENIZER_CONFIG,
     VOCABULARY_FILE,
     MarianTokenizer,
@@ -23,7 +24,7 @@ from flaxformer_mt.errors import UserError
 
 PIECES_FILE = "sentencepiece.bpe.model"
 FILES = (
-    PIECES_FILE, VOCABULARY_FILE, TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json",
+    PIECES_FILE, VOCABULARY_FILE, TOKENIZER_CONFIG, "special_tokens_map.json", ADDED_TOKENS,
 )  # fmt: skip
 
 LANGUAGES = {

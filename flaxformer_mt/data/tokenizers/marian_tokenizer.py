@@ -24,6 +24,7 @@ from flaxformer_mt.input_files import parse_json
 
 VOCABULARY_FILE, TARGET_VOCABULARY_FILE = "vocab.json", "target_vocab.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
+ADDED_TOKENS = "added_tokens.json"
 
 _REQUIRED_FILES = ("source.spm", "target.spm", VOCABULARY_FILE)
 FILES = (
@@ -31,7 +32,7 @@ FILES = (
     TARGET_VOCABULARY_FILE,
     TOKENIZER_CONFIG,
     "special_tokens_map.json",
-    "added_tokens.json",
+    ADDED_TOKENS,
 )
 """The tokenizer files of a Hugging Face folder."""
 
@@ -237,7 +238,7 @@ class _Settings:
                 }
             else:
                 values |= read_object(files, "special_tokens_map.json", folder)
-                added = read_object(files, "added_tokens.json", folder)
+                added = read_object(files, ADDED_TOKENS, folder)
                 own = {id: _AddedToken(token) for token, id in added.items()}
             settings = cls(values, own)
             settings.check()

@@ -418,8 +418,8 @@ def _tokenizer_files(bundle: ModelBundle, family: str) -> Mapping[str, bytes]:
     return {
         "source.spm": source.model,
         "target.spm": target.model,
-        **{name: _to_json(_ids(own)) for name, own in vocabularies.items()},
-        TOKENIZER_CONFIG: _to_json(settings),
+        **{name: to_json(_ids(own)) for name, own in vocabularies.items()},
+        TOKENIZER_CONFIG: to_json(settings),
     }
 
 
@@ -428,7 +428,8 @@ def _ids(tokenizer: SentencePieceTokenizer) -> dict[str, int]:
     return {piece: number for number, piece in enumerate(pieces)}
 
 
-def _to_json(values: Mapping[str, Any]) -> bytes:
+def to_json(values: Mapping[str, Any]) -> bytes:
+    """Returns the bytes of a JSON file as the Hub's are written."""
     return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
 
 
@@ -436,4 +437,4 @@ def _write_json(path: Path, values: Mapping[str, Any], kept: Mapping[str, bytes]
     """Writes a JSON file, with the bytes of the published one if it has the same content."""
     name = path.name
     same = name in kept and read_object(kept, name, ORIGIN) == values
-    path.write_bytes(kept[name] if same else _to_json(values))
+    path.write_bytes(kept[name] if same else to_json(values))

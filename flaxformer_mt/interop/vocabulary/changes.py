@@ -5,7 +5,6 @@ of one, which it equals to the bit, or of those that a new token is made of.
 """
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.input_files import parse_json
 from flaxformer_mt.interop.certificate import values_of_modules
 from flaxformer_mt.interop.formats.bundle import ModelBundle
-from flaxformer_mt.interop.formats.huggingface import CONFIG, GENERATION
+from flaxformer_mt.interop.formats.huggingface import CONFIG, GENERATION, to_json
 
 Rows = Sequence[Sequence[int]]
 """For each token, the tokens of before whose rows its own is the mean of."""
@@ -78,7 +77,7 @@ def with_vocabulary(
     )
     origin = dict(bundle.origin)
     for name in {CONFIG, GENERATION} & origin.keys():
-        origin[name] = json.dumps(_settings(parse_json(origin[name], name), new_ids)).encode()
+        origin[name] = to_json(_settings(parse_json(origin[name], name), new_ids))
     changed = ModelBundle(config, unflatten_dict(arrays, sep="/"), change.tokenizers, origin)
     return changed, (*change.notes, _comparison(bundle, changed, tables))
 

@@ -11,6 +11,7 @@ from flaxformer_mt.data.tokenizers.hub_tokenizer import VOCABULARY_FILE as TOKEN
 from flaxformer_mt.data.tokenizers.hub_tokenizer import HubTokenizer
 from flaxformer_mt.data.tokenizers.m2m100_tokenizer import M2M100Tokenizer
 from flaxformer_mt.data.tokenizers.marian_tokenizer import (
+    ADDED_TOKENS,
     TOKENIZER_CONFIG,
     VOCABULARY_FILE,
     MarianTokenizer,
@@ -20,10 +21,9 @@ from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE, parse_model
 from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.interop.formats.huggingface import to_json
 from flaxformer_mt.interop.vocabulary import tokenizer_json
 from flaxformer_mt.interop.vocabulary.changes import VocabularyChange
-
-_ADDED_TOKENS = "added_tokens.json"
 
 
 def extended(
@@ -122,7 +122,7 @@ def _extended_files(
             tokenizer_json.added_token(name, name in languages) | {"id": id}
             for name, id in ids.items()
         ]
-        files[TOKENIZER_JSON] = tokenizer_json.written(content)
+        files[TOKENIZER_JSON] = to_json(content)
         for name in ("extra_special_tokens", "additional_special_tokens"):
             if isinstance(settings.get(name), list):
                 settings[name] = [*settings[name], *languages]
@@ -130,14 +130,14 @@ def _extended_files(
         added = {name: ids[name] for name in tokens}
         vocabulary = read_object(files, VOCABULARY_FILE, "")
         vocabulary |= {name: ids[name] for name in languages}
-        files[VOCABULARY_FILE] = tokenizer_json.written(vocabulary)
+        files[VOCABULARY_FILE] = to_json(vocabulary)
     if "added_tokens_decoder" in settings:
         settings["added_tokens_decoder"] |= {
             str(id): tokenizer_json.added_token(name, name in languages)
             for name, id in added.items()
         }
     elif added and not isinstance(side, HubTokenizer):
-        known = read_object(files, _ADDED_TOKENS, "") | added
-        files[_ADDED_TOKENS] = tokenizer_json.written(known)
-    files[TOKENIZER_CONFIG] = tokenizer_json.written(settings)
+        known = read_object(files, ADDED_TOKENS, "") | added
+        files[ADDED_TOKENS] = to_json(known)
+    files[TOKENIZER_CONFIG] = to_json(settings)
     return files

@@ -1,6 +1,5 @@
 """Changes of `tokenizer.json`, the vocabulary format of the library `tokenizers`."""
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -73,8 +72,3 @@ def added_token(name: str, is_special: bool) -> dict[str, Any]:
     """Returns the entry of a token that is never split."""
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return {"content": name, **flags, "special": is_special}
-
-
-def written(content: Mapping[str, Any]) -> bytes:
-    """Returns the bytes of a JSON file."""
-    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()

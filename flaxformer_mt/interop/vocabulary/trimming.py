@@ -16,6 +16,7 @@ from flaxformer_mt.data.tokenizers.hub_tokenizer import EARLIER, HubTokenizer
 from flaxformer_mt.data.tokenizers.hub_tokenizer import VOCABULARY_FILE as TOKENIZER_JSON
 from flaxformer_mt.data.tokenizers.m2m100_tokenizer import PIECES_FILE, M2M100Tokenizer
 from flaxformer_mt.data.tokenizers.marian_tokenizer import (
+    ADDED_TOKENS,
     TOKENIZER_CONFIG,
     VOCABULARY_FILE,
     MarianTokenizer,
@@ -25,10 +26,9 @@ from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE, parse_model
 from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.interop.formats.huggingface import to_json
 from flaxformer_mt.interop.vocabulary import tokenizer_json
 from flaxformer_mt.interop.vocabulary.changes import VocabularyChange
-
-_ADDED_TOKENS = "added_tokens.json"
 
 
 def trimmed(tokenizers: Tokenizers, texts: Sequence[str]) -> VocabularyChange:
@@ -43,13 +43,9 @@ def trimmed(tokenizers: Tokenizers, texts: Sequence[str]) -> VocabularyChange:
     """
     source, target = tokenizers.source, tokenizers.target
     if isinstance(source, SentencePieceTokenizer):
-        kept = _kept_pieces(source, texts)
-        new_source = SentencePieceTokenizer(_reduced_model(source.model, kept))
-        if tokenizers.joint:
-            return _checked(tokenizers, Tokenizers(new_source, new_source), kept, kept)
-        assert isinstance(target, SentencePieceTokenizer)
-        kept_target = _kept_pieces(target, texts)
-        new_target = SentencePieceTokenizer(_reduced_model(target.model, kept_target))
+        sides = [source] if tokenizers.joint else [source, target]
+        reduced = [_reduced_side(side, texts) for side in sides]
+        (kept, new_source), (kept_target, new_target) = reduced[0], reduced[-1]
         return _checked(tokenizers, Tokenizers(new_source, new_target), kept, kept_target)
     if isinstance(source, HubTokenizer):
         kept, files = _of_tokenizer_json(source, texts)
@@ -82,31 +78,30 @@ def _is_needed(used: Collection[str], is_bpe: bool) -> Callable[[str], bool]:
     return parts.__contains__
 
 
-def _kept_pieces(side: Tokenizer, texts: Sequence[str]) -> list[int]:
-    """Returns the ids of a SentencePiece model that texts need."""
+def _reduced_side(
+    side: Tokenizer, texts: Sequence[str]
+) -> tuple[list[int], SentencePieceTokenizer]:
     assert side.model is not None
-    return _kept_of_model(parse_model(side.model), set(itertools.chain(*side.split(texts))))
+    kept, model = _reduced_model(parse_model(side.model), side, texts)
+    return kept, SentencePieceTokenizer(model)
 
 
-def _kept_of_model(proto: Any, used: Collection[str]) -> list[int]:
-    known = {piece.piece for piece in proto.pieces}.intersection(used)  # Unknown ones may be long.
+def _reduced_model(proto: Any, side: Tokenizer, texts: Sequence[str]) -> tuple[list[int], bytes]:
+    """Reduces the SentencePiece model of a side in place; returns what is kept, and its bytes."""
+    used = set(itertools.chain(*side.split(texts)))
+    known = {piece.piece for piece in proto.pieces} & used  # Unknown ones may be long.
     is_needed = _is_needed(known, proto.trainer_spec.model_type == proto.trainer_spec.BPE)
-    return [
+    kept = [
         id
         for id, piece in enumerate(proto.pieces)
         if piece.type not in (piece.NORMAL, piece.UNUSED) or is_needed(piece.piece)
     ]
-
-
-def _reduced_model(model: bytes, kept: Sequence[int]) -> bytes:
-    proto = parse_model(model)
     pieces = [proto.pieces[id] for id in kept]
     del proto.pieces[:]
     proto.pieces.extend(pieces)
     proto.trainer_spec.vocab_size = len(pieces)
     proto.DiscardUnknownFields()  # Such as segmentations by the whole vocabulary, for self-tests.
-    content: bytes = proto.SerializeToString(deterministic=True)
-    return content
+    return kept, proto.SerializeToString(deterministic=True)
 
 
 def _of_tokenizer_json(
@@ -126,7 +121,7 @@ def _of_tokenizer_json(
     # They hold the whole vocabulary, and transformers reads the first file instead.
     earlier = set(itertools.chain(*EARLIER))
     files = {name: file for name, file in side.files.items() if name not in earlier}
-    files[TOKENIZER_JSON] = tokenizer_json.written(tokenizer_json.reduced(content, kept))
+    files[TOKENIZER_JSON] = to_json(tokenizer_json.reduced(content, kept))
     return kept, _with_added_ids(files, kept)
 
 
@@ -143,8 +138,7 @@ def _of_marian(
     for name, side in zip(names, (source, target), strict=False):
         proto = parse_model(files[name])
         pieces = [piece.piece for piece in proto.pieces]
-        kept = _kept_of_model(proto, set(itertools.chain(*side.split(texts))))
-        files[name] = _reduced_model(files[name], kept)
+        kept, files[name] = _reduced_model(proto, side, texts)
         remaining |= {pieces[id] for id in kept}
         removed |= set(pieces)
     vocabulary = read_object(files, VOCABULARY_FILE, "")
@@ -152,9 +146,7 @@ def _of_marian(
         (name for name in vocabulary if name in remaining or name not in removed),
         key=vocabulary.__getitem__,
     )
-    files[VOCABULARY_FILE] = tokenizer_json.written(
-        {name: id for id, name in enumerate(kept_names)}
-    )
+    files[VOCABULARY_FILE] = to_json({name: id for id, name in enumerate(kept_names)})
     kept = [vocabulary[name] for name in kept_names]
     # Languages of M2M-100, and tokens that were added, follow.
     kept += range(len(vocabulary), source.vocab_size)
@@ -169,8 +161,8 @@ def _with_added_ids(files: dict[str, bytes], kept: Sequence[int]) -> dict[str, b
         decoder = settings.get("added_tokens_decoder", {})
         if decoder:
             settings["added_tokens_decoder"] = {str(ids[int(id)]): decoder[id] for id in decoder}
-            files[TOKENIZER_CONFIG] = tokenizer_json.written(settings)
-    if _ADDED_TOKENS in files:
-        added = read_object(files, _ADDED_TOKENS, "")
-        files[_ADDED_TOKENS] = tokenizer_json.written({name: ids[added[name]] for name in added})
+            files[TOKENIZER_CONFIG] = to_json(settings)
+    if ADDED_TOKENS in files:
+        added = read_object(files, ADDED_TOKENS, "")
+        files[ADDED_TOKENS] = to_json({name: ids[added[name]] for name in added})
     return files
