@@ -22,8 +22,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # PyTorch's threads wait busily for each other, which is slow with toy sizes on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Where Python shall write no byte code, each worker and each program that a test starts would compile
-# JAX, PyTorch and the tests from their sources, which takes as long as running them.
+# Where Python shall write no byte code, each worker and each program that a test starts would
+# compile JAX, PyTorch and the tests from their sources, for some 6 s.
 _own_byte_code = None
 if sys.dont_write_bytecode and sys.pycache_prefix is None:
     _own_byte_code = tempfile.mkdtemp(prefix="flaxformer_mt-byte-code-")

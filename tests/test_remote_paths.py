@@ -33,6 +33,19 @@ COMMANDS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_except(
+    "train",
+    "its configuration",
+    "its text",
+    "its parameters",
+    "translate",
+    "score",
+    "inspect",
+    "average",
+    "evaluate",
+    "convert",
+    "convert a file",
+)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_remote_path_is_refused_and_nothing_is_made(name, tmp_path, monkeypatch, capsys):
     arguments = [

@@ -72,6 +72,7 @@ def test_each_window_has_its_share_of_each_corpus():
         assert shares == pytest.approx([9 / 13] * len(shares), abs=0.05)
 
 
+@pytest.mark.slow_except("1000000-False")
 @pytest.mark.parametrize(("pairs", "is_chunked"), [(1_000_000, False), (4_000_000, True)])
 def test_neighbors_of_the_corpus_are_far_apart(pairs, is_chunked):
     """Pairs of one chunk stay in a window; apart from that, the order is that of a shuffle."""

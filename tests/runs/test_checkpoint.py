@@ -158,6 +158,7 @@ def test_the_memory_of_a_saved_state_may_be_used_again(tmp_path):
     np.testing.assert_array_equal(restore_params(tmp_path)[1]["layers"]["kernel"], expected)
 
 
+@pytest.mark.slow_except("bleu-values1-1", "loss-values0-2")
 @pytest.mark.parametrize(
     ("metric", "values", "best"),
     [
