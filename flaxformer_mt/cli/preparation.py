@@ -9,11 +9,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-from flaxformer_mt.cli import output
+from flaxformer_mt.cli import output, remote_arguments
 from flaxformer_mt.cli.output_parts import Shard
 from flaxformer_mt.cli.training import experiment_of, parse_experiment
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.errors import UserError, requiring
+from flaxformer_mt.remote.copies import with_urls
 
 _OF_RUNS = ("--config", "--workdir")
 
@@ -47,7 +48,10 @@ def names_run(arguments: Sequence[str]) -> bool:
 
 def run(arguments: Sequence[str]) -> int:
     """Parses the options and prepares the run."""
-    prepare_run(parse(arguments), arguments)
+    # Shards only add files, at the same time.
+    is_shard = any(each.partition("=")[0] == "--shard" for each in arguments)
+    with remote_arguments.run_folder(arguments, is_read=is_shard) as local_arguments:
+        prepare_run(parse(local_arguments), local_arguments)
     return 0
 
 
@@ -86,7 +90,7 @@ def prepare_run(flags: PrepareFlags, arguments: Sequence[str]) -> None:
         experiment.tokenize(config, workdir, shard.index, shard.count)
         output.print_note(
             f"part {flags.shard} of the text is tokenized; when all are: flaxformer-mt prepare "
-            f"--config={flags.config} --workdir={workdir}"
+            f"--config={flags.config} --workdir={with_urls(str(workdir))}"
         )
         return
     count = flags.num_workers or len(os.sched_getaffinity(0))
@@ -100,7 +104,7 @@ def prepare_run(flags: PrepareFlags, arguments: Sequence[str]) -> None:
     with experiment.open_folder(workdir) as folder:
         prepared = experiment.prepare(config, folder)
     output.print_lines(f"{label:<8}{line}" for label, line in prepared.dataset.report())
-    output.print_lines([f"train with: flaxformer-mt train --workdir={workdir}"])
+    output.print_lines([f"train with: flaxformer-mt train --workdir={with_urls(str(workdir))}"])
 
 
 def _command(arguments: Sequence[str], index: int, count: int) -> list[str]:
