@@ -14,7 +14,6 @@ from flaxformer_mt.cli.output_parts import Shard
 from flaxformer_mt.cli.training import experiment_of, parse_experiment
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.errors import UserError, requiring
-from flaxformer_mt.remote.copies import with_urls
 
 _OF_RUNS = ("--config", "--workdir")
 
@@ -90,7 +89,7 @@ def prepare_run(flags: PrepareFlags, arguments: Sequence[str]) -> None:
         experiment.tokenize(config, workdir, shard.index, shard.count)
         output.print_note(
             f"part {flags.shard} of the text is tokenized; when all are: flaxformer-mt prepare "
-            f"--config={flags.config} --workdir={with_urls(str(workdir))}"
+            f"--config={flags.config} --workdir={workdir}"
         )
         return
     count = flags.num_workers or len(os.sched_getaffinity(0))
@@ -104,7 +103,7 @@ def prepare_run(flags: PrepareFlags, arguments: Sequence[str]) -> None:
     with experiment.open_folder(workdir) as folder:
         prepared = experiment.prepare(config, folder)
     output.print_lines(f"{label:<8}{line}" for label, line in prepared.dataset.report())
-    output.print_lines([f"train with: flaxformer-mt train --workdir={with_urls(str(workdir))}"])
+    output.print_lines([f"train with: flaxformer-mt train --workdir={workdir}"])
 
 
 def _command(arguments: Sequence[str], index: int, count: int) -> list[str]:

@@ -23,24 +23,31 @@ def with_copies(arguments: Sequence[str], hints: Mapping[str, Any]) -> list[str]
       UserError: a store cannot be used, or the output would be written in parts.
     """
     kinds = dict(option_hints(hints))
-    result, option = [], ""
+    result = []
+    option = ""
+    """The option whose values follow; "" among positional arguments."""
     for argument in arguments:
-        if argument.startswith("--"):
+        is_option = argument.startswith("--")
+        if is_option:
             option = argument.partition("=")[0]
-        found = _URL.fullmatch(argument)
-        kind = str(kinds.get(option.removeprefix("--"), ""))
-        is_text = "str" in kind and "Path" not in kind
-        if not found or is_text or not url_of(found[2]):
-            result.append(argument)
-            continue
-        parts = [each for each in arguments if each.partition("=")[0] in _OF_PARTS]
-        if option == "--output" and parts:
-            raise UserError(
-                f"{parts[0]} continues the parts of a local --output: give a local file, and copy "
-                f"it to {found[2]} at the end"
-            )
-        result.append(f"{found[1] or ''}{copies.local(found[2])}")
+        kind = str(kinds.get(option.removeprefix("--"), "Path"))
+        result.append(_with_copy(argument, option, arguments) if "Path" in kind else argument)
+        if ("=" in argument) if is_option else ("tuple" not in kind):
+            option = ""
     return result
+
+
+def _with_copy(argument: str, option: str, arguments: Sequence[str]) -> str:
+    found = _URL.fullmatch(argument)
+    if not found or not url_of(found[2]):
+        return argument
+    parts = [each for each in arguments if each.partition("=")[0] in _OF_PARTS]
+    if option == "--output" and parts:
+        raise UserError(
+            f"{parts[0]} continues the parts of a local --output: give a local file, and copy it "
+            f"to {found[2]} at the end"
+        )
+    return f"{found[1] or ''}{copies.local(found[2])}"
 
 
 @contextlib.contextmanager

@@ -7,10 +7,11 @@ checkpoints and of the token store, which never change, are links to there.
 import atexit
 import contextlib
 import hashlib
+import itertools
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -116,10 +117,23 @@ class Copy:
         for name in changed & self._published.keys():
             if name.endswith(layout.MANIFEST) and _step_folder(name) in changed_folders:
                 self.store.remove(name)
+        with ThreadPoolExecutor(_THREADS) as threads:
+            for names in self._in_order(changed):
+                put = threads.map(lambda name: self.store.put(name, self._path(name)), names)
+                for name, is_there in zip(names, put, strict=True):
+                    if is_there:
+                        self._published[name] = local[name]
+
+    def _in_order(self, names: Iterable[str]) -> Iterator[list[str]]:
+        """Yields groups of files, each of which is uploaded after those before."""
+        # The configuration marks a new run; that of a continued one holds for what follows.
         first = {layout.CONFIG} & self._published.keys()
-        for name in sorted(changed, key=lambda name: (name not in first, _rank(name), name)):
-            if self.store.put(name, self._path(name)):
-                self._published[name] = local[name]
+
+        def place(name: str) -> tuple[bool, int]:
+            return name not in first, _rank(name)
+
+        for _, group in itertools.groupby(sorted(names, key=place), place):
+            yield [*group]
 
     def _files(self) -> Iterator[tuple[str, Path]]:
         if self.local.is_file():
@@ -129,7 +143,7 @@ class Copy:
             for name in names:
                 path = Path(parent, name)
                 relative = path.relative_to(self.local).as_posix()
-                if relative not in (layout.LOCK, LEASE) and path.is_file():
+                if relative != LEASE and not name.endswith(layout.LOCK) and path.is_file():
                     yield relative, path
 
     def _path(self, name: str) -> Path:

@@ -10,6 +10,8 @@ from flaxformer_mt.errors import UserError, first_line, requiring
 
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]+:")
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
+_OF_OBJECTS = {*_EXTRAS, "abfs", "abfss", "adl", "az"}
+"""Have no folders, and would make a bucket in place of one."""
 _READ_ONLY = {"http", "https"}
 
 
@@ -52,6 +54,7 @@ class Store:
         with requiring(f"{scheme}://", package), self._explained():
             # Others write to the store: what was listed before may have changed.
             self._files, self._root = fsspec.core.url_to_fs(self.url, use_listings_cache=False)
+        self._has_folders = scheme not in _OF_OBJECTS
         self.is_read_only = scheme in _READ_ONLY
 
     def list(self) -> dict[str, tuple[str, int]]:
@@ -120,6 +123,8 @@ class Store:
         try:
             write()
         except FileNotFoundError:
+            if not self._has_folders:
+                raise
             self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
             write()
 
