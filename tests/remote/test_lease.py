@@ -1,4 +1,4 @@
-"""One process at a time trains in a remote folder."""
+"""Only one process trains in a remote folder."""
 
 import json
 import time
