@@ -29,7 +29,9 @@ STEPS = 120
 def training(workdir, tmp_path, cache):
     config = tmp_path / "config.py"
     config.write_text(CONFIG)
-    return subprocess.Popen(
+    log = tmp_path / f"{cache}.log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
         [
             sys.executable, "-c", PROGRAM, f"--config={config}", *OPTIONS, f"--workdir={workdir}",
             f"--train.num-steps={STEPS}", f"--train.eval-every={STEPS // 2}",
@@ -42,10 +44,10 @@ def training(workdir, tmp_path, cache):
             "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        stdout=output,
+        stderr=output,
     )  # fmt: skip
+    return process, log
 
 
 def steps_in(url):
@@ -57,23 +59,22 @@ def steps_in(url):
 @pytest.mark.slow
 def test_a_run_that_is_killed_and_continued_elsewhere(s3_url, tmp_path):
     local = tmp_path / "uninterrupted"
-    process = training(local, tmp_path, "local")
-    assert process.wait(timeout=900) == 0, process.stdout.read()
+    process, log = training(local, tmp_path, "local")
+    assert process.wait(timeout=900) == 0, log.read_text()
 
     rng = random.Random(1)
     for number, step in enumerate([5, 30, 60, 90]):
-        process = training(s3_url, tmp_path, f"machine-{number}")
+        process, log = training(s3_url, tmp_path, f"machine-{number}")
         while process.poll() is None and max(steps_in(s3_url), default=0) < step:
             time.sleep(0.05)
-        assert process.poll() is None, process.stdout.read()
+        assert process.poll() is None, log.read_text()
         time.sleep(rng.uniform(0, 0.5))
         process.kill()
         process.wait()
         shutil.rmtree(tmp_path / f"machine-{number}")
     time.sleep(2)
-    process = training(s3_url, tmp_path, "last")
-    output, _ = process.communicate(timeout=900)
-    assert process.returncode == 0, output
+    process, log = training(s3_url, tmp_path, "last")
+    assert process.wait(timeout=900) == 0, log.read_text()
     with new_copy(s3_url) as copy:
         copy.download()
         expected, found = result_of(local, STEPS), result_of(copy.local, STEPS)
