@@ -57,6 +57,7 @@ def steps_in(url):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_a_run_that_is_killed_and_continued_elsewhere(s3_url, tmp_path):
     local = tmp_path / "uninterrupted"
     process, log = training(local, tmp_path, "local")
