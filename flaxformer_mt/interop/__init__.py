@@ -11,6 +11,7 @@ from typing import Any
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.interop.families import FAMILIES as FAMILIES
+from flaxformer_mt.interop.families import find
 from flaxformer_mt.interop.formats import own_format
 from flaxformer_mt.interop.weight_maps import adam_state, checkpoints
 from flaxformer_mt.interop.weight_maps.adam_state import AdamState as AdamState
@@ -50,7 +51,10 @@ def load(
     if family == own_format.OWN and not isinstance(path_or_state_dict, Mapping):
         state, _ = own_format.read(Path(path_or_state_dict), overrides)
         return state.config, state.params
-    return checkpoints.load(family, path_or_state_dict, **overrides)
+    found = find(family)
+    with checkpoints.error_context(path_or_state_dict, found.name):
+        checkpoint = checkpoints.read(found, path_or_state_dict)
+        return checkpoints.from_checkpoint(found, checkpoint, overrides)
 
 
 def save(

@@ -36,16 +36,8 @@ TOLERANCE = 1e-3
 """Of log-probabilities that the same weights give in two programs, in float32, relative to the
 largest. Random sentences, as they are compared on, amplify rounding."""
 _ROWS, _LENGTH = 4, 8
+_LOG_PROBABILITIES = "log_probabilities"
 _PACKAGES = ("flaxformer_mt", "jax", "flax", "numpy", "ctranslate2")
-
-
-class Computed(NamedTuple):
-    """What a model computes on the tokens of a certificate, in float32."""
-
-    log_probabilities: np.ndarray
-    """[B, T]: of the target tokens, in natural logarithms."""
-    sites: Mapping[str, np.ndarray]
-    """The outputs of its modules by path; empty if another program computed it."""
 
 
 class Verification(NamedTuple):
@@ -89,10 +81,8 @@ def write(
     if not config.target_vocab_size:
         return ()
     tokens = _example(config)
-    expected = _compute(config, params, tokens)
-    found = _compute_export(family, export, settings, tokens)
-    ours = {"log_probabilities": expected.log_probabilities, **expected.sites}
-    theirs = {"log_probabilities": found.log_probabilities, **found.sites}
+    ours = _compute(config, params, tokens)
+    theirs = _compute_export(family, export, settings, tokens)
     rows: list[dict[str, Any]] = [
         {"site": site, "shape": value.shape} | _difference(ours[site], value)
         for site, value in theirs.items()
@@ -106,7 +96,7 @@ def write(
         "versions": _versions(),
         "settings": dict(settings),
         "tokens": {name: each.tolist() for name, each in zip(_TOKENS, tokens, strict=True)},
-        "log_probabilities": expected.log_probabilities.tolist(),
+        "log_probabilities": ours[_LOG_PROBABILITIES].tolist(),
         "sites": rows,
     }
     atomic.write_text(path_of(export), json.dumps(content, indent=1) + "\n")
@@ -144,7 +134,7 @@ def verify(export: Path) -> Verification:
             headline = f"{export} is not the export that was certified"
             return Verification(headline, tuple(filter(None, problems)))
         try:
-            found = _compute_export(family, export, settings, tokens).log_probabilities
+            found = _compute_export(family, export, settings, tokens)[_LOG_PROBABILITIES]
             largest = _difference(expected, found)["relative"]
         except (TypeError, ValueError, IndexError) as error:
             reason = first_line(error)
@@ -205,10 +195,13 @@ def _values_of_modules(
     }
 
 
-def _compute(config: TransformerConfig, params: Any, tokens: tuple[np.ndarray, ...]) -> Computed:
+def _compute(
+    config: TransformerConfig, params: Any, tokens: tuple[np.ndarray, ...]
+) -> dict[str, np.ndarray]:
+    """Returns the log-probabilities of the target tokens [B, T], and the values of all modules."""
     source, target_input, target_output = tokens
     sites = values_of_modules(config, params, source, target_input)
-    return Computed(_of_targets(sites["logits"], target_output), sites)
+    return {_LOG_PROBABILITIES: _of_targets(sites["logits"], target_output), **sites}
 
 
 def _of_targets(logits: Any, targets: np.ndarray) -> np.ndarray:
@@ -218,13 +211,14 @@ def _of_targets(logits: Any, targets: np.ndarray) -> np.ndarray:
 
 def _compute_export(
     family: str, export: Path, settings: Mapping[str, Any], tokens: tuple[np.ndarray, ...]
-) -> Computed:
+) -> dict[str, np.ndarray]:
+    """As `_compute`; of an export to another program, the log-probabilities alone."""
     if family == "ctranslate2":
         from flaxformer_mt.interop.formats import ctranslate2
 
-        return Computed(ctranslate2.log_probabilities(export, tokens[0], tokens[2]), {})
+        return {_LOG_PROBABILITIES: ctranslate2.log_probabilities(export, tokens[0], tokens[2])}
     if family == "jax":
-        return Computed(_by_exported_functions(export, tokens), {})
+        return {_LOG_PROBABILITIES: _by_exported_functions(export, tokens)}
     if export.is_dir():
         bundle, _ = read_bundle(family, export, {})
         return _compute(bundle.config.model, bundle.params, tokens)

@@ -27,17 +27,6 @@ WRAPPER_PREFIXES = ("module.", "_orig_mod.", "model.")
 _DAMAGE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
-def load(
-    family: str | Family,
-    path_or_state_dict: str | os.PathLike[str] | Mapping[str, Any],
-    **overrides: Any,
-) -> tuple[TransformerConfig, dict[str, Any]]:
-    """Reads a published checkpoint, see `interop.load`."""
-    family = families.find(family)
-    with error_context(path_or_state_dict, family.name):
-        return from_checkpoint(family, read(family, path_or_state_dict), overrides)
-
-
 def read(family: Family, source: str | os.PathLike[str] | Mapping[str, Any]) -> PublishedCheckpoint:
     """Reads a checkpoint by the family's names: see `checkpoint_files.read`, `unwrapped`."""
     return unwrapped(family, checkpoint_files.read(source, family.ignores))
@@ -86,7 +75,10 @@ def error_context(source: Any, family: str) -> contextlib.AbstractContextManager
 def from_checkpoint(
     family: Family, checkpoint: PublishedCheckpoint, overrides: dict[str, Any]
 ) -> tuple[TransformerConfig, dict[str, Any]]:
-    """Returns the configuration and the parameters, with carried tensors; errors as of `load`."""
+    """Returns the configuration and the parameters, with carried tensors.
+
+    Errors are those of `interop.load`.
+    """
     config = configure(family, checkpoint, overrides)
     weight_map = WeightMap.of_tensors(family, config, checkpoint.tensors)
     shapes = weight_map.shapes()
@@ -110,7 +102,7 @@ def from_checkpoint(
 def configure(
     family: Family, checkpoint: PublishedCheckpoint, overrides: dict[str, Any]
 ) -> TransformerConfig:
-    """Returns the configuration of a checkpoint; errors as of `load`.
+    """Returns the configuration of a checkpoint; errors as of `interop.load`.
 
     In decreasing precedence, fields come from the shapes of the tensors, the overrides, the
     checkpoint's settings, and the family's preset.

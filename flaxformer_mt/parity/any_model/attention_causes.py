@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator
 import numpy as np
 
 from flaxformer_mt.parity.any_model.program import Equation
-from flaxformer_mt.parity.any_model.segment import Found, Numbers, ProgramCause, Segment
+from flaxformer_mt.parity.any_model.segment import Found, Numbers, Segment
 
 
 def another_rotation(segment: Segment) -> Found:
@@ -20,10 +20,10 @@ def another_rotation(segment: Segment) -> Found:
                 changes = {number: change(segment.values[number]) for number in together}
                 value = segment.changed(changes)
                 words = f"the reference {words}"
-                yield ProgramCause("rotary positions", words, value)
+                yield segment.diagnosis("rotary positions", words, value)
                 # Of scores, the order of the width does not count; of queries and keys, it does.
                 if value.shape[-1:] == changes[together[0]].shape[-1:]:
-                    yield ProgramCause("rotary positions", words, back(value))
+                    yield segment.diagnosis("rotary positions", words, back(value))
         for number in numbers:
             value = segment.values[number]
             for joined in _joined(segment, number):

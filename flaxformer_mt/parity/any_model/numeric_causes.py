@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from flaxformer_mt.parity.any_model.program import Equation
-from flaxformer_mt.parity.any_model.segment import Found, ProgramCause, Segment
+from flaxformer_mt.parity.any_model.segment import Found, Segment
 from flaxformer_mt.parity.diagnosis.causes import sublayers
 from flaxformer_mt.parity.diagnosis.inputs import beside
 from flaxformer_mt.parity.diagnosis.operations import Given
@@ -33,7 +33,7 @@ def another_constant(segment: Segment) -> Found:
             if _is_logarithm(solved / ours if ours else 0.0):
                 cause = "logarithm base"
             words = f"the {words} is {beside(solved, ours)} in the reference, {ours:.6g} in ours"
-            yield ProgramCause(cause, words, value(solved))
+            yield segment.diagnosis(cause, words, value(solved))
 
 
 def _is_logarithm(factor: float) -> bool:
@@ -117,7 +117,7 @@ def _other_roots(segment: Segment, equation: Equation) -> Found:
                 f"the root and the variance {over}, ours epsilon {ours:.6g}"
             )
             cause = "norm epsilon" if factor == 1 else "biased variance"
-            yield ProgramCause(cause, words, value(new))
+            yield segment.diagnosis(cause, words, value(new))
 
 
 def _variance(segment: Segment, number: int) -> tuple[int, float]:
@@ -161,7 +161,7 @@ def solved_for(segment: Segment) -> Found:
         words = f"the reference multiplies the result by {solved:.6g}, ours does not"
         logarithms = {"log", "log1p"} & {equation.name for equation in segment.equations}
         cause = "logarithm base" if logarithms and _is_logarithm(solved) else "scale"
-        yield ProgramCause(cause, words, solved * segment.value)
+        yield segment.diagnosis(cause, words, solved * segment.value)
     last = segment.producers.get(segment.number)
     if last is not None and last.name == "add":
         x, y = (segment.values[n] for n in last.inputs)
@@ -173,7 +173,7 @@ def solved_for(segment: Segment) -> Found:
                 f"the reference adds {a:.6g} times {names[0]} and {b:.6g} times {names[1]}, ours "
                 "adds them unscaled"
             )
-            yield ProgramCause("residual scale", words, a * x + b * y)
+            yield segment.diagnosis("residual scale", words, a * x + b * y)
     with np.errstate(invalid="ignore"):
         change = segment.expected - segment.value
     if change.ndim >= 2 and np.isfinite(change).all():
@@ -194,7 +194,7 @@ def _added(segment: Segment, change: np.ndarray) -> Found:
     for what, words, value in added:
         largest = f"the largest difference is {np.max(np.abs(value)):.6g}"
         words = f"the reference adds another {words}; {largest}"
-        yield ProgramCause(f"different {what}", words, segment.value + value)
+        yield segment.diagnosis(f"different {what}", words, segment.value + value)
 
 
 def _other_matrix(segment: Segment, product: Equation, change: np.ndarray) -> Found:
@@ -211,7 +211,7 @@ def _other_matrix(segment: Segment, product: Equation, change: np.ndarray) -> Fo
         f"the reference has another {segment.parameters[matrix]}; the largest difference is "
         f"{delta[row, column]:.6g} at [{row}, {column}]"
     )
-    yield ProgramCause(
+    yield segment.diagnosis(
         "different weights", words, segment.value + (x @ delta).reshape(change.shape)
     )
 
@@ -237,4 +237,4 @@ def active_dropout(segment: Segment) -> Found:
             zero = known & (dropped == 0)
             # Else it is a mask of padding, or an activation.
             if not _is_mask_of_rows(zero, known) and np.any(zero != (known & (ours < 0))):
-                yield ProgramCause(name, words, segment.expected - theirs + dropped)
+                yield segment.diagnosis(name, words, segment.expected - theirs + dropped)

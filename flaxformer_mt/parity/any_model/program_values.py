@@ -93,8 +93,7 @@ class ProgramValues:
     def _found(self, segment: Segment) -> Iterator[Diagnosis]:
         for cause in CAUSES:
             with testing(cause.__name__, self.untested):
-                for name, words, value in cause(segment):
-                    yield Diagnosis(name, words, segment.residual(value))
+                yield from cause(segment)
 
     def set(self, site: str, predicted: np.ndarray, expected: np.ndarray | None) -> None:
         if expected is not None:

@@ -4,12 +4,12 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
 from flaxformer_mt.parity.any_model.program import Equation, TracedFunction
-from flaxformer_mt.parity.diagnosis.inputs import relative_difference
+from flaxformer_mt.parity.diagnosis.inputs import Diagnosis, relative_difference
 
 RESHAPING = (
     "broadcast_in_dim",
@@ -28,15 +28,7 @@ RESHAPING = (
 Numbers = dict[int, np.ndarray]
 
 
-class ProgramCause(NamedTuple):
-    """A change of the equations, and the value of the site that follows."""
-
-    cause: str
-    explanation: str
-    value: np.ndarray
-
-
-Found: TypeAlias = Iterator[ProgramCause]
+Found: TypeAlias = Iterator[Diagnosis]
 
 
 def compute(equation: Equation, values: Numbers) -> None:
@@ -84,9 +76,13 @@ class Segment:
                 different.update(equation.outputs)
         return values[self.number]
 
-    def cause(self, name: str, explanation: str, changes: Mapping[int, np.ndarray]) -> ProgramCause:
+    def diagnosis(self, cause: str, explanation: str, value: np.ndarray) -> Diagnosis:
+        """Returns a cause with which the site has this value."""
+        return Diagnosis(cause, explanation, self.residual(value))
+
+    def cause(self, name: str, explanation: str, changes: Mapping[int, np.ndarray]) -> Diagnosis:
         """Returns the cause that some values are others of the same shape."""
-        return ProgramCause(name, explanation, self.changed(changes))
+        return self.diagnosis(name, explanation, self.changed(changes))
 
     def with_operand(self, equation: Equation, operand: int, value: np.ndarray) -> Numbers:
         """Returns the outputs of an equation if one of its operands is another."""

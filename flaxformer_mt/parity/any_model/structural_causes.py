@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from flaxformer_mt.parity.any_model.program import Equation
-from flaxformer_mt.parity.any_model.segment import Found, ProgramCause, Segment
+from flaxformer_mt.parity.any_model.segment import Found, Segment
 from flaxformer_mt.parity.diagnosis.operations import ACTIVATIONS, Softmax
 
 _ELEMENTWISE = frozenset(
@@ -73,7 +73,7 @@ def another_activation(segment: Segment) -> Found:
     for kind, function in ACTIVATIONS.items():
         words = f"the reference applies {kind} to the result, ours does not"
         value = function(torch.tensor(segment.value)).numpy()
-        yield ProgramCause("activation added", words, value)
+        yield segment.diagnosis("activation added", words, value)
 
 
 def _elementwise_regions(segment: Segment) -> Iterator[tuple[int, int]]:
@@ -120,7 +120,7 @@ def another_softmax(segment: Segment) -> Found:
     with np.errstate(divide="ignore"):
         logarithms = np.log(probabilities)
     for words, value in (("probabilities", probabilities), ("log-probabilities", logarithms)):
-        yield ProgramCause("softmax in the output", f"the reference returns {words}", value)
+        yield segment.diagnosis("softmax in the output", f"the reference returns {words}", value)
 
 
 def _before_exponential(segment: Segment, equation: Equation) -> np.ndarray | None:
@@ -152,7 +152,7 @@ def another_mask(segment: Segment) -> Found:
         causal = np.triu(np.ones(theirs.shape[-2:], bool), 1)
         words = "extra causal mask" if np.array_equal(theirs, ours | causal) else "extra mask"
         value = np.where(theirs, -np.inf, segment.value)
-        yield ProgramCause(words, "the reference masks more than ours", value)
+        yield segment.diagnosis(words, "the reference masks more than ours", value)
 
 
 def _depends_on_input(segment: Segment, number: int) -> bool:
@@ -257,7 +257,7 @@ def other_inputs(segment: Segment) -> Found:
         if any(site in segment.theirs for site in between):
             continue  # What runs is not skipped.
         words = f"the reference omits what is between {before} and {segment.site}"
-        yield ProgramCause("skipped layer", words, segment.values[number])
+        yield segment.diagnosis("skipped layer", words, segment.values[number])
     for number, ours in (readable | passed_over).items():
         original = segment.values[number]
         readers = [e for e in segment.equations if number in e.inputs]
