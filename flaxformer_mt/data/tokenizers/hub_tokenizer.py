@@ -78,12 +78,8 @@ class HubTokenizer(Tokenizer):
         self, files: TokenizerFiles, side: Literal["source", "target"], folder: str = ""
     ) -> None:
         """Creates the tokenizer of a side; `folder` is that of the files, for messages."""
-        try:
+        with requiring(VOCABULARY_FILE, "'flaxformer_mt[hub]'", "tokenizers"):
             import tokenizers
-        except ImportError as error:
-            raise UserError(
-                f"{VOCABULARY_FILE} needs tokenizers: pip install 'flaxformer_mt[hub]'"
-            ) from error
         self.files = files
         label, settings_label = Path(folder, VOCABULARY_FILE), Path(folder, TOKENIZER_CONFIG)
         self._usable = functools.partial(_usable, label)
