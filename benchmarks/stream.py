@@ -8,7 +8,8 @@ are source and target tokens per second, padding left out; the fraction of posit
 token; the seconds from the opened store to the first batch; and the peak memory.
 
 Cases: packed, buckets and mixture (of two corpora) are a single process that reads whole batches;
-of8 and of64 one of so many processes; sampling has BPE-dropout of the sources; cold drops the store
+of8 and of64 one of so many processes; bpe and unigram sample the subwords of
+the sources; cold drops the store
 from the page cache first, where the system allows it. bound is NumPy that packs pairs in the order
 of the store into rows that were planned before, by next-fit. grain, if it is installed, shuffles
 pairs of the same arrays and packs them by its first-fit.
@@ -33,8 +34,9 @@ import numpy as np
 LENGTH, MEAN = 64, 26
 SECONDS = 8.0
 CASES = (
-    "bound", "packed", "of8", "of64", "buckets", "mixture", "sampling", "cold", "grain",
+    "bound", "packed", "of8", "of64", "buckets", "mixture", "bpe", "unigram", "cold", "grain",
 )  # fmt: skip
+SAMPLING = ("bpe", "unigram")
 
 
 def write(folder: Path, pairs: int, with_texts: bool) -> None:
@@ -50,8 +52,9 @@ def write(folder: Path, pairs: int, with_texts: bool) -> None:
 
 
 def write_texts(folder: Path, lengths: np.ndarray, random: np.random.Generator) -> None:
-    """Writes sentences of words whose frequencies follow Zipf's law, and a BPE model of them."""
-    import sentencepiece
+    """Writes sentences of words whose frequencies follow Zipf's law, and vocabularies of them."""
+    from flaxformer_mt.config import DataConfig
+    from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import train_sentencepiece
 
     syllables = [a + b for a in "bdfgklmnprstvz" for b in "aeiou"]
     words = [
@@ -63,27 +66,23 @@ def write_texts(folder: Path, lengths: np.ndarray, random: np.random.Generator) 
     for length in (lengths // 2).tolist():  # About two pieces per word.
         texts.append(" ".join(drawn[first : first + length]))
         first += length
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(texts[:50_000]), model_prefix=str(folder / "bpe"), model_type="bpe",
-        vocab_size=8000, character_coverage=1.0, minloglevel=2,
-    )  # fmt: skip
+    for kind in ("bpe", "unigram"):
+        data = DataConfig(tokenizer=kind, vocab_size=8000)
+        model = train_sentencepiece(texts[:50_000], data).model
+        (folder / f"{kind}.model").write_bytes(model or b"")
     encoded = [text.encode() for text in texts]
     np.cumsum([0, *map(len, encoded)]).tofile(folder / "text.offsets")
     (folder / "text.bytes").write_bytes(b"".join(encoded))
 
 
-class Sampler:
-    """The part of a tokenizer that the stream uses."""
+def vocabulary(case: str, folder: Path) -> Any:
+    """Returns the vocabulary that a case samples from, or None."""
+    from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 
-    def __init__(self, folder: Path):
-        from flaxformer_mt.data.tokenizers import sentencepiece_model
-
-        model = sentencepiece_model.open_model((folder / "bpe.model").read_bytes(), "bpe")
-        self.sample = sentencepiece_model.TextSampler(model).sample
-
-    def with_source_end(self, tokens: list[int]) -> list[int]:
-        """Appends the end token."""
-        return [*tokens, 2]
+    if case not in SAMPLING:
+        return None
+    kind = "unigram" if case == "unigram" else "bpe"
+    return SentencePieceTokenizer((folder / f"{kind}.model").read_bytes())
 
 
 def opened(folder: Path, with_texts: bool = False) -> Any:
@@ -128,16 +127,16 @@ def our_batches(case: str, folder: Path) -> Iterator[tuple[int, int]]:
         target_row_length=LENGTH,
         batching="buckets" if case == "buckets" else "packed",
         bucket_lengths=(16, 32, 48, LENGTH),
-        subword_sampling=0.1 if case == "sampling" else 0,
+        subword_sampling=0.1 if case in SAMPLING else 0,
     )
     # 256 rows for each process, 16,384 target positions.
     train = TrainConfig(batch_tokens=256 * LENGTH * processes)
-    corpus = opened(folder, case == "sampling")
+    corpus = opened(folder, case in SAMPLING)
     corpora = [corpus]
     if case == "mixture":
         middle = len(corpus.targets) // 3
         corpora = [sub_corpus(corpus, 0, middle), sub_corpus(corpus, middle, len(corpus.targets))]
-    sampler: Any = Sampler(folder) if case == "sampling" else None
+    sampler = vocabulary(case, folder)
     stream = TrainingStream(corpora, ExperimentConfig(data=data, train=train), sampler)
     position = stream.start
     while True:
@@ -246,14 +245,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folders = {False: Path(name, "tokens"), True: Path(name, "texts")}
         for with_texts, folder in folders.items():
-            if (with_texts and "sampling" in arguments.case) or not with_texts:
+            if (with_texts and {*SAMPLING} & {*arguments.case}) or not with_texts:
                 folder.mkdir()
                 pairs = min(arguments.pairs, 10**6) if with_texts else arguments.pairs
                 # In a process of its own: peak memory is inherited.
                 with multiprocessing.get_context("spawn").Pool(1) as pool:
                     pool.apply(write, (folder, pairs, with_texts))
         for case in arguments.case:
-            folder = folders[case == "sampling"]
+            folder = folders[case in SAMPLING]
             if case == "cold":
                 drop_pages(folder)
             try:

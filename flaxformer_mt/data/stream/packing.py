@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -77,7 +77,9 @@ class Sentences:
         return Sentences(self.tokens[_ranges(starts, lengths)], _offsets(lengths))
 
     def truncate(self, length: int, eos_id: int) -> "Sentences":
-        """Copies all sentences, truncated to `length` tokens; an end token remains the last."""
+        """Truncates sentences to `length` tokens; an end token remains the last."""
+        if self.lengths.max(initial=0) <= length:
+            return self
         lengths = np.minimum(self.lengths, length)
         offsets = _offsets(lengths)
         tokens = self.tokens[_ranges(self.offsets[:-1], lengths)]
@@ -112,6 +114,17 @@ class TokenPairs:
     def join(parts: Sequence["TokenPairs"]) -> "TokenPairs":
         """Concatenates pairs, of which there must be at least one part."""
         return _each(lambda *sides: Sentences.join(sides), *parts)
+
+    @staticmethod
+    def join_spans(spans: Sequence[tuple["TokenPairs", int, int]]) -> "TokenPairs":
+        """Concatenates spans of pairs, from the first number to before the last."""
+        bounds = [(first, last) for _, first, last in spans]
+        return _each(
+            lambda *sides: Sentences.join(
+                [side.span(*each) for side, each in zip(sides, bounds, strict=True)]
+            ),
+            *(pairs for pairs, _, _ in spans),
+        )
 
 
 def _each(function: Callable[..., Sentences], *parts: TokenPairs) -> TokenPairs:
@@ -268,6 +281,17 @@ def _check_lengths(lengths: np.ndarray, row_length: int) -> None:
     longest = lengths.max(initial=0)
     if longest > row_length:
         raise ValueError(f"a sentence of {longest} tokens does not fit into rows of {row_length}")
+
+
+class BatchShape(NamedTuple):
+    """The shape of a batch, for which a training step is compiled."""
+
+    rows: int
+    """B."""
+    source_length: int
+    """S; unused by language models."""
+    target_length: int
+    """T."""
 
 
 @dataclasses.dataclass(frozen=True)

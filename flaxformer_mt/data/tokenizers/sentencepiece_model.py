@@ -49,6 +49,9 @@ class TextSampler:
     def __init__(self, processor: sentencepiece.SentencePieceProcessor) -> None:
         self._processor = processor
 
+    def __reduce__(self) -> tuple[type["TextSampler"], tuple[Any]]:
+        return TextSampler, (self._processor,)
+
     @functools.cached_property
     def _words(self) -> WordSampler:
         return _word_sampler(self._processor)
