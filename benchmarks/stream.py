@@ -147,7 +147,7 @@ def our_batches(case: str, folder: Path) -> Iterator[tuple[int, int]]:
 def bound_batches(folder: Path) -> Iterator[tuple[int, int]]:
     from flaxformer_mt.config import TransformerConfig
     from flaxformer_mt.data.stream.batches import BatchShape, packed_batch
-    from flaxformer_mt.data.stream.packing import TokenPairs
+    from flaxformer_mt.data.stream.packing import Sentences, TokenPairs
 
     corpus, model = opened(folder), TransformerConfig()
     sides = corpus.sources, corpus.targets
@@ -163,7 +163,7 @@ def bound_batches(folder: Path) -> Iterator[tuple[int, int]]:
         plans.append((first, ends, np.array(counts)))
         first = ends
     for first, last, counts in itertools.cycle(plans):
-        pairs = TokenPairs(*(side.span(first, last) for side in sides))
+        pairs = TokenPairs(*(Sentences.join_spans([(side, first, last)]) for side in sides))
         yield counted(packed_batch(pairs, counts, BatchShape(256, LENGTH, LENGTH), model))
 
 

@@ -8,6 +8,7 @@ are closed, in whatever way the process ends that started it.
 """
 
 import concurrent.futures
+import contextlib
 import io
 import logging
 import os
@@ -159,21 +160,22 @@ def _serve(arguments: int, *sockets: int) -> None:
     for number in sockets:
         selector.register(socket.socket(fileno=number), selectors.EVENT_READ)
     maker = None
-    while True:
-        for key, _ in selector.select():
-            asked: Any = key.fileobj
-            place = asked.recv(_PLACE.size, socket.MSG_WAITALL)
-            if len(place) < _PLACE.size:
-                return
-            try:
-                if maker is None:
-                    with open(arguments, "rb") as file:
-                        maker = BlockMaker(*_content(np.memmap(file, np.uint8, "r")))
-                result: Block | BaseException = maker.make(*_PLACE.unpack(place))
-            except Exception as error:
-                result = _sent(error)
-            with _file_with(result) as file:
-                socket.send_fds(asked, [b"\0"], [file.fileno()])
+    with contextlib.suppress(ConnectionError):
+        while True:
+            for key, _ in selector.select():
+                asked: Any = key.fileobj
+                place = asked.recv(_PLACE.size, socket.MSG_WAITALL)
+                if len(place) < _PLACE.size:
+                    return
+                try:
+                    if maker is None:
+                        with open(arguments, "rb") as file:
+                            maker = BlockMaker(*_content(np.memmap(file, np.uint8, "r")))
+                    result: Block | BaseException = maker.make(*_PLACE.unpack(place))
+                except Exception as error:
+                    result = _sent(error)
+                with _file_with(result) as file:
+                    socket.send_fds(asked, [b"\0"], [file.fileno()])
 
 
 def _sent(error: Exception) -> Exception:

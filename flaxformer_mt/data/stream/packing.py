@@ -50,6 +50,16 @@ class Sentences:
         return cls.of_lengths(np.concatenate([part.tokens for part in parts]), lengths)
 
     @classmethod
+    def join_spans(cls, spans: Sequence[tuple["Sentences", int, int]]) -> "Sentences":
+        """Concatenates spans of ragged arrays, from the first sentence to before the last."""
+        tokens = [each.tokens[each.offsets[a] : each.offsets[b]] for each, a, b in spans]
+        offsets = [each.offsets[a : b + 1] for each, a, b in spans]
+        # One call for all rows of a batch: the differences between spans are no lengths.
+        seams = np.cumsum([len(each) for each in offsets])[:-1] - 1
+        lengths = np.delete(np.diff(np.concatenate(offsets)), seams)
+        return cls.of_lengths(np.concatenate(tokens), lengths)
+
+    @classmethod
     def of_lengths(cls, tokens: np.ndarray, lengths: np.ndarray) -> "Sentences":
         """Divides concatenated sequences of these lengths."""
         return cls(tokens, _offsets(lengths))
@@ -64,11 +74,6 @@ class Sentences:
     def lengths(self) -> np.ndarray:
         """Number of tokens in each sentence, int64 [sentences]."""
         return np.diff(self.offsets)
-
-    def span(self, first: int, last: int) -> "Sentences":
-        """Returns the sentences from `first` to before `last`, without copying their tokens."""
-        offsets = self.offsets[first : last + 1]
-        return Sentences(self.tokens[offsets[0] : offsets[-1]], offsets - offsets[0])
 
     def take(self, indices: np.ndarray) -> "Sentences":
         """Copies the sentences with these indices, int [taken]."""
@@ -118,12 +123,9 @@ class TokenPairs:
     @staticmethod
     def join_spans(spans: Sequence[tuple["TokenPairs", int, int]]) -> "TokenPairs":
         """Concatenates spans of pairs, from the first number to before the last."""
-        bounds = [(first, last) for _, first, last in spans]
+        parts, firsts, lasts = zip(*spans, strict=True)
         return _each(
-            lambda *sides: Sentences.join(
-                [side.span(*each) for side, each in zip(sides, bounds, strict=True)]
-            ),
-            *(pairs for pairs, _, _ in spans),
+            lambda *sides: Sentences.join_spans([*zip(sides, firsts, lasts, strict=True)]), *parts
         )
 
 
