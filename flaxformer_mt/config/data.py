@@ -223,7 +223,7 @@ class DataConfig(_WithColumns):
     """Processes besides this one that prepare batches. -1 = up to 8 where training is on
     accelerators, the data are large (131,072 pairs with data.subword_sampling, 4,194,304 without),
     and this process may use more than two cores; 0 = none: a thread does. The batches are the same
-    with any number."""
+    with any number. Other numbers than 0 need Linux."""
     long_sentences: Literal["drop", "truncate", "error"] = option("drop", FieldRole.ROWS)
     """What happens to training pairs longer than a row; their number is reported."""
 

@@ -20,7 +20,6 @@ import socket
 import struct
 import subprocess
 import sys
-import tempfile
 import threading
 import traceback
 from collections.abc import Sequence
@@ -70,7 +69,7 @@ class BlockWorkers:
         self._lock = threading.Lock()
         self._is_closed = False
         self._processes: list[subprocess.Popen[bytes]] = []
-        sockets: list[socket.socket] = []
+        self._sockets: queue.SimpleQueue[socket.socket | None] = queue.SimpleQueue()
         path = os.pathsep.join(map(os.path.abspath, sys.path))
         with _file_with(arguments) as file:
             for _ in range(count):
@@ -87,12 +86,8 @@ class BlockWorkers:
                 )
                 for own, theirs in pairs:
                     theirs.close()
-                    sockets.append(own)
-        self._sockets: queue.SimpleQueue[socket.socket | None] = queue.SimpleQueue()
-        for first in range(_REQUESTS):
-            for each in sockets[first::_REQUESTS]:
-                self._sockets.put(each)
-        self._threads = concurrent.futures.ThreadPoolExecutor(len(sockets), "workers")
+                    self._sockets.put(own)
+        self._threads = concurrent.futures.ThreadPoolExecutor(count * _REQUESTS, "workers")
 
     def submit(self, *place: int) -> concurrent.futures.Future[Block]:
         """Starts `BlockMaker.make`."""
@@ -129,9 +124,8 @@ class BlockWorkers:
             raise result
         if self._is_closed:
             raise concurrent.futures.CancelledError
-        return self._make_here(*place) if result is None else result
-
-    def _make_here(self, *place: int) -> Block:
+        if result is not None:
+            return result
         with self._lock:
             self._own = self._own or BlockMaker(*self._arguments)
             return self._own.make(*place)
@@ -206,15 +200,12 @@ def _mapped(path: str, dtype: np.dtype[Any], offset: int, shape: tuple[int, ...]
 
 
 def _file_with(value: Any) -> BinaryIO:
-    """Returns an anonymous file, in memory where the system has that, with a value."""
+    """Returns an anonymous file in memory with a value."""
     pickled, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
     _Pickler(pickled, 5, buffer_callback=buffers.append).dump(value)
     parts = [pickled.getbuffer(), *(buffer.raw() for buffer in buffers)]
     sizes = np.array([len(parts), *(part.nbytes for part in parts)])
-    if hasattr(os, "memfd_create"):
-        file: BinaryIO = os.fdopen(os.memfd_create("blocks"), "w+b")
-    else:
-        file = os.fdopen(os.dup(tempfile.TemporaryFile().fileno()), "w+b")  # noqa: SIM115
+    file = os.fdopen(os.memfd_create("blocks"), "w+b")
     for start, part in zip(_starts(sizes), [sizes.data, *parts], strict=True):
         file.seek(start)
         file.write(part)

@@ -6,12 +6,13 @@ attention is restricted.
 """
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from flaxformer_mt.data.machine_code import compiled
 
 _CANDIDATES = 16
 """Number of pairs considered for the next position. More of them fill rows better, but slower."""
@@ -219,19 +220,6 @@ def _fill_rows(
     return rows
 
 
-@functools.cache
-def _compiled_fill_rows() -> Callable[..., int] | None:
-    """Returns `_fill_rows` as machine code, or None if numba is not installed."""
-    try:
-        import numba
-    except ImportError:
-        return None
-    try:
-        return numba.njit(nogil=True, cache=True)(_fill_rows)
-    except RuntimeError:  # There is no writable folder for the machine code.
-        return numba.njit(nogil=True)(_fill_rows)
-
-
 def plan_rows(
     source_lengths: np.ndarray,
     target_lengths: np.ndarray,
@@ -247,9 +235,7 @@ def plan_rows(
     nothing of the next pairs fits, the largest pair that does is taken. A random order fills rows
     better than an order by length.
 
-    With numba, which the extras for accelerators install, this takes a fortieth of the time. It was
-    chosen over an extension in C since wheels need no compiler then, nor one wheel per platform,
-    and the code is the same with and without.
+    With numba, which the extras for accelerators install, this takes a fortieth of the time.
 
     Args:
       source_lengths: int [pairs], at most S; zeros without a source side.
@@ -269,7 +255,7 @@ def plan_rows(
     newest = np.full((int(source_lengths.max(initial=0)) + 1) * width, -1)
     arrays = [newest, *(np.zeros(len(order), np.int64) for _ in range(3))]
     arguments: list[Any] = [sizes, width, source_row_length, target_row_length, *arrays]
-    fill_rows = _compiled_fill_rows()
+    fill_rows = compiled(_fill_rows)
     if fill_rows is None:
         # Elements of lists are faster to access in Python.
         arguments = [each.tolist() if isinstance(each, np.ndarray) else each for each in arguments]
