@@ -1,18 +1,18 @@
 """Measures the training stream: tokens per second of one core that plans and reads batches.
 
-    python benchmarks/stream.py [--pairs 4000000] [--case NAME ...] [--json FILE]
+    python benchmarks/stream.py [--pairs 4000000] [--case NAME ...] [--workers N ...] [--json FILE]
 
 A store of synthetic pairs is written to a temporary folder and memory-mapped, as in training. Each
 case runs in a process of its own, on one core where the system can pin it, after a warm-up. Printed
 are source and target tokens per second, padding left out; the fraction of positions that have a
-token; the seconds from the opened store to the first batch; and the peak memory.
+token; the seconds from the opened store to the first batch; and the peak memory. With workers, the
+process is not pinned, reads ahead, and its time and memory are without theirs.
 
 Cases: packed, buckets and mixture (of two corpora) are a single process that reads whole batches;
-of8 and of64 one of so many processes; bpe and unigram sample the subwords of
-the sources; cold drops the store
-from the page cache first, where the system allows it. bound is NumPy that packs pairs in the order
-of the store into rows that were planned before, by next-fit. grain, if it is installed, shuffles
-pairs of the same arrays and packs them by its first-fit.
+of8 and of64 one of so many processes; bpe and unigram sample the subwords of the sources; cold
+drops the store from the page cache first, where the system allows it. bound is NumPy that packs
+pairs in the order of the store into rows that were planned before, by next-fit. grain, if it is
+installed, shuffles pairs of the same arrays and packs them by its first-fit.
 """
 
 import argparse
@@ -115,7 +115,7 @@ def sub_corpus(corpus: Any, first: int, last: int) -> Any:
     return dataclasses.replace(corpus, sources=sources, targets=targets)
 
 
-def our_batches(case: str, folder: Path) -> Iterator[tuple[int, int]]:
+def our_batches(case: str, folder: Path, workers: int) -> Iterator[tuple[int, int]]:
     """Yields the numbers of tokens and of positions in the batches of one process."""
     from flaxformer_mt.config import DataConfig, ExperimentConfig, TrainConfig
     from flaxformer_mt.data.stream.batches import Shard
@@ -128,6 +128,7 @@ def our_batches(case: str, folder: Path) -> Iterator[tuple[int, int]]:
         batching="buckets" if case == "buckets" else "packed",
         bucket_lengths=(16, 32, 48, LENGTH),
         subword_sampling=0.1 if case in SAMPLING else 0,
+        workers=workers,
     )
     # 256 rows for each process, 16,384 target positions.
     train = TrainConfig(batch_tokens=256 * LENGTH * processes)
@@ -138,9 +139,14 @@ def our_batches(case: str, folder: Path) -> Iterator[tuple[int, int]]:
         corpora = [sub_corpus(corpus, 0, middle), sub_corpus(corpus, middle, len(corpus.targets))]
     sampler = vocabulary(case, folder)
     stream = TrainingStream(corpora, ExperimentConfig(data=data, train=train), sampler)
+    shard = Shard(0, processes)
+    if workers:
+        with stream.prefetched(shard, lambda batch: batch, stream.start) as batches:
+            for batch, _ in batches:
+                yield counted(batch)
     position = stream.start
     while True:
-        batch, position = stream.read(position, Shard(0, processes))
+        batch, position = stream.read(position, shard)
         yield counted(batch)
 
 
@@ -203,15 +209,15 @@ def drop_pages(folder: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def measure(case: str, folder: Path) -> dict[str, float]:
-    if hasattr(os, "sched_setaffinity"):
+def measure(case: str, folder: Path, workers: int) -> dict[str, float]:
+    if hasattr(os, "sched_setaffinity") and not workers:
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     import flaxformer_mt.data.stream.training_stream  # noqa: F401  (not part of the time)
 
     special: dict[str, Callable[[Path], Iterator[tuple[int, int]]]]
     special = {"bound": bound_batches, "grain": grain_batches}
     start = time.perf_counter()
-    batches = special[case](folder) if case in special else our_batches(case, folder)
+    batches = special[case](folder) if case in special else our_batches(case, folder, workers)
     next(batches)
     seconds_to_first = time.perf_counter() - start
     if case != "cold":
@@ -239,6 +245,7 @@ def main() -> None:
     )
     parser.add_argument("--pairs", type=int, default=4_000_000)
     parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--workers", type=int, nargs="+", default=[0], help="data.workers")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     arguments = parser.parse_args()
     results = {}
@@ -251,18 +258,19 @@ def main() -> None:
                 # In a process of its own: peak memory is inherited.
                 with multiprocessing.get_context("spawn").Pool(1) as pool:
                     pool.apply(write, (folder, pairs, with_texts))
-        for case in arguments.case:
+        for case, workers in itertools.product(arguments.case, arguments.workers):
+            name = f"{case}, {workers} workers"
             folder = folders[case in SAMPLING]
             if case == "cold":
                 drop_pages(folder)
             try:
                 with multiprocessing.get_context("spawn").Pool(1) as pool:
-                    results[case] = pool.apply(measure, (case, folder))
+                    results[name] = pool.apply(measure, (case, folder, workers))
             except ImportError as error:
-                print(f"{case:10}{error}", file=sys.stderr)
+                print(f"{name:20}{error}", file=sys.stderr)
                 continue
-            values = "  ".join(f"{key}={value:,.3g}" for key, value in results[case].items())
-            print(f"{case:10}{values}", flush=True)
+            values = "  ".join(f"{key}={value:,.3g}" for key, value in results[name].items())
+            print(f"{name:20}{values}", flush=True)
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=2) + "\n")
 

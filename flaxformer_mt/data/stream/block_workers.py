@@ -35,7 +35,7 @@ SAMPLED_PAIRS, MANY_PAIRS = 2**17, 2**22
 MOST_WORKERS = 8
 """Limit of the default."""
 
-_REQUESTS = 2  # Of each worker at a time, so that it need not wait for the next one.
+_REQUESTS = 2  # To each worker that are not answered yet, so that it need not wait for one.
 _PLACE = struct.Struct("3q")
 _ALIGNMENT = 64
 
