@@ -9,13 +9,12 @@ import gzip
 import io
 import json
 import os
-import re
 import stat
 import zlib
-from pathlib import Path
 from typing import Any
 
 from flaxformer_mt.errors import UserError, prefixed
+from flaxformer_mt.remote import copies
 
 MAX_SETTINGS_BYTES = 2**24
 """Limit of the size of configurations, metadata and vocabularies in JSON."""
@@ -33,26 +32,16 @@ _KINDS = {
 # Windows has no named pipes among its files, but a mode for text.
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 _GZIP_MAGIC = b"\x1f\x8b"
-_SCHEME = re.compile(r"[a-z][a-z0-9+.-]+:")
-
-
-def require_local(path: str | os.PathLike[str]) -> None:
-    """Raises `UserError` for a path such as "gs://bucket/run", unless there is a folder "gs:"."""
-    path = Path(path)
-    for folder in (path, *path.parents):
-        if _SCHEME.fullmatch(folder.name) and not folder.is_dir():
-            raise UserError(
-                f"{folder.name}//{path.relative_to(folder)} is a remote path, and only local ones "
-                "are supported: mount it (gcsfuse, mount-s3), and name the local folder"
-            )
 
 
 def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
-    """Opens a regular file, or a link to one; `UserError`, without its name, for all others."""
+    """Opens a regular file, or a link to one; `UserError`, without its name, for all others.
+
+    Of a remote file it opens a local copy.
+    """
     try:
-        descriptor = os.open(path, _FLAGS)
+        descriptor = os.open(copies.local(path), _FLAGS)
     except FileNotFoundError as error:
-        require_local(path)
         raise UserError("there is no such file") from error
     except OSError as error:
         raise UserError(f"cannot be read: {error.strerror}") from error

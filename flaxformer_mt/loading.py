@@ -17,6 +17,7 @@ from flaxformer_mt.interop.formats.hub_families import HUB_FAMILIES
 from flaxformer_mt.interop.formats.registry import OWN, read_bundle
 from flaxformer_mt.plotting.attention_page import AttentionPicture
 from flaxformer_mt.presets import canonical_family
+from flaxformer_mt.remote import copies
 from flaxformer_mt.run_reader import Run
 from flaxformer_mt.runs.layout import CONFIG
 from flaxformer_mt.runs.trained_model import write_model
@@ -85,8 +86,9 @@ class Model:
           TypeError: `folder` is not a path.
           UserError: it exists, or cannot be written.
         """
-        path = require_path(folder, "folder")
+        path = copies.local(require_path(folder, "folder"))
         self._bundle.write_run(path)
+        copies.publish()
         return Run(path)
 
 
@@ -106,7 +108,7 @@ def load(folder: str | Path, family: str | None = None) -> Model:
       TypeError: an argument is of another type.
       UserError: there is no such folder, it holds no model that can be read, or it is damaged.
     """
-    path = require_path(folder, "folder")
+    path = copies.local(require_path(folder, "folder"))
     if family is not None and not isinstance(family, str):
         raise TypeError(f"family must be a string, not {type(family).__name__}")
     if path.is_file():

@@ -9,6 +9,7 @@ from flaxformer_mt.config import GENERATED, ExperimentConfig
 from flaxformer_mt.config.experiment import with_changes
 from flaxformer_mt.decoding.text_arguments import require_path, require_texts
 from flaxformer_mt.errors import UserError, requiring
+from flaxformer_mt.remote.copies import local
 from flaxformer_mt.runs.folder import check_corpora, read_config, require_run
 from flaxformer_mt.runs.layout import METRICS, CheckpointSelector
 from flaxformer_mt.runs.metrics_file import read_metrics
@@ -84,7 +85,7 @@ class Run:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = require_path(folder, "folder")
+        self.folder = local(require_path(folder, "folder"))
         require_run(self.folder)
 
     def __repr__(self) -> str:

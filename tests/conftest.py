@@ -1,4 +1,4 @@
-"""Environment of all tests: 8 simulated CPU devices, strict dtype promotion, one compile cache.
+"""Environment of all tests: 8 simulated CPU devices, strict dtype promotion, shared caches.
 
 XLA_FLAGS of the caller are kept, so `XLA_FLAGS=--xla_cpu_max_isa=AVX2 pytest` tests what a
 processor without AVX-512 computes.
@@ -9,6 +9,7 @@ import importlib.metadata
 import itertools
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -20,6 +21,15 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # PyTorch's threads wait busily for each other, which is slow with toy sizes on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Where Python shall write no byte code, each worker and each program that a test starts would
+# compile JAX, PyTorch and the tests from their sources, for some 6 s.
+_own_byte_code = None
+if sys.dont_write_bytecode and sys.pycache_prefix is None:
+    _own_byte_code = tempfile.mkdtemp(prefix="flaxformer_mt-byte-code-")
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = _own_byte_code
+    sys.dont_write_bytecode = False
 
 # Workers of one test run, and the programs that its tests start, share their compiled programs in a
 # folder that is deleted at the end. They inherit the variable from the process that makes it.
@@ -98,9 +108,10 @@ def pytest_runtest_teardown(item):
 
 
 def pytest_unconfigure():
-    """Deletes the compile cache of this test run."""
-    if _own_cache is not None:
-        shutil.rmtree(_own_cache, ignore_errors=True)
+    """Deletes the caches of this test run."""
+    for folder in (_own_cache, _own_byte_code):
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")

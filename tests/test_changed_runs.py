@@ -128,6 +128,7 @@ def check_changes(changes, tmp_path, capsys):
     assert read_config(whole).train.num_steps == config.train.num_steps
 
 
+@pytest.mark.slow
 def test_what_cannot_change_names_the_way_to_a_new_run(tmp_path, capsys):
     config = experiment_of(tmp_path)
     flaxformer_mt.train(config, tmp_path / "run")

@@ -106,6 +106,7 @@ def test_translate_takes_search_options_and_checkpoints(run, command):
     ]
 
 
+@pytest.mark.slow_except("options0-text")
 @pytest.mark.parametrize("form", ["text", "jsonl"])
 @pytest.mark.parametrize(
     "options",
@@ -140,6 +141,7 @@ def test_translate_reads_and_writes_files(run, command, tmp_path):
     assert output.read_text() == expected
 
 
+@pytest.mark.slow_except("text")
 @pytest.mark.parametrize("form", ["text", "jsonl"])
 def test_interrupted_and_shared_translations_equal_a_whole_one(run, command, tmp_path, form):
     options = ("--n-best", "2", "--format", form)
@@ -257,6 +259,7 @@ def test_a_line_of_a_million_characters_is_translated(run, command):
 START = "import sys; from flaxformer_mt.cli import main; sys.exit(main())"
 
 
+@pytest.mark.slow
 def test_a_line_is_translated_before_the_next_arrives(run):
     reading, writing = os.pipe()
     with subprocess.Popen(
@@ -539,6 +542,7 @@ def other_state(run, request):
     return folder
 
 
+@pytest.mark.slow_except("params-translate")
 @pytest.mark.parametrize("name", ["translate", "score", "evaluate", "inspect", "average"])
 def test_checkpoints_of_another_state_are_rejected(other_state, command, tmp_path, name):
     if name == "inspect" and other_state.name == "without encoder":

@@ -297,7 +297,7 @@ def test_parameters_and_arithmetic_are_counted(name):
         assert is_same == (name in WITHOUT_PRODUCTS)
 
 
-@pytest.mark.slow_except("opennmt")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", others_are_slow(interop.FAMILIES, ["annotated", "opennmt"]))
 def test_families_refuse_or_keep_every_field(name, tmp_path):
     family = interop.FAMILIES[name]
@@ -373,6 +373,7 @@ def assert_format_keeps(family, obstacle, write, read, tokenizers, tmp_path):
     assert number
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", others_are_slow(HUB_FAMILIES, ["marian"]))
 def test_hugging_face_refuses_or_keeps_every_field(name, tmp_path, monkeypatch):
     family = HUB_FAMILIES[name].family

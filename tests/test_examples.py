@@ -54,6 +54,7 @@ def trained(monkeypatch, trained_run):
     return configs
 
 
+@pytest.mark.slow
 def test_a_file_of_your_own_without_training(example, trained, tmp_path):
     out = example("train_on_your_file", "fra.tsv", "--columns", "English", "French")
     assert "CheckpointScore(step=200, metric='loss', value=" in out
@@ -136,6 +137,7 @@ def logits_of(run, pairs):
 PAIRS = [("two birds", "deux oiseaux"), ("one kilometer", "un kilomètre")]
 
 
+@pytest.mark.slow
 def test_the_plain_script_writes_a_run(script, file, tmp_path):
     layers = "num_encoder_layers=1, num_decoder_layers=1,"
     script(
@@ -175,6 +177,7 @@ def test_preferred_translations_become_more_probable(script, trained_run, tmp_pa
     assert metrics[-1]["preferred"] == 1
 
 
+@pytest.mark.slow
 def test_the_expected_risk_of_samples_is_trained(script, file, trained_run):
     out = script("minimum_risk", trained_run, file, 3)
     risks = [float(line.split()[-1]) for line in out.splitlines()]
@@ -182,6 +185,7 @@ def test_the_expected_risk_of_samples_is_trained(script, file, trained_run):
     assert all(0 <= risk <= 1 for risk in risks)
 
 
+@pytest.mark.slow
 def test_adapters_are_saved_alone_and_merged_for_export(script, file, trained_run, tmp_path):
     script("lora", trained_run, file, 10, smaller=[("% 100 == 0", "% 10 == 0")])
     with fmt.Checkpoints("runs/adapters") as checkpoints:

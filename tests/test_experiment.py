@@ -79,6 +79,7 @@ def test_a_refused_run_leaves_no_folder(tmp_path, group, change):
     assert flaxformer_mt.train(CONFIG, tmp_path / "run").latest_step == 2
 
 
+@pytest.mark.slow
 def test_a_refused_run_leaves_what_was_in_its_folder(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     refused = with_changes(CONFIG, {"train": {"freeze": ("embeding",)}})
@@ -101,6 +102,7 @@ def test_a_run_is_continued(run):
     assert flaxformer_mt.train(longer, run.folder).latest_step == 3
 
 
+@pytest.mark.slow
 def test_a_continued_run_records_the_options_that_it_was_given(tmp_path):
     run = flaxformer_mt.train(with_changes(CONFIG, {"train": {"num_steps": 1}}), tmp_path / "run")
     longer = with_changes(CONFIG, {"train": {"num_steps": 2}, "decode": {"beam_size": 2}})
@@ -122,7 +124,7 @@ def test_a_run_without_a_whole_checkpoint_begins_again_from_where_it_was_started
     assert again.config.train.init_from == str(run.folder)
 
 
-@pytest.mark.slow_except("15")
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_script_that_is_interrupted_saves_first(tmp_path, number):
     config = with_changes(CONFIG, {"train": {"num_steps": 50, "log_every": 1, "eval_every": 50}})
@@ -138,6 +140,7 @@ def test_a_script_that_is_interrupted_saves_first(tmp_path, number):
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == handlers
 
 
+@pytest.mark.slow
 def test_training_goes_on_without_standard_output(tmp_path, monkeypatch, capsys):
     class Closed(io.StringIO):
         def write(self, text):
@@ -150,6 +153,7 @@ def test_training_goes_on_without_standard_output(tmp_path, monkeypatch, capsys)
     assert (run.latest_step, len(run.metrics("test"))) == (2, 1)
 
 
+@pytest.mark.slow
 def test_a_language_model_is_tested(tmp_path):
     model = {"has_inputs": False, "num_encoder_layers": 0}
     config = with_changes(CONFIG, {"model": model, "train": {"num_steps": 1}})
@@ -335,6 +339,7 @@ def test_callbacks_see_the_metrics_and_may_stop_a_run(tmp_path):
     assert (seen[3:], run.latest_step) == ([3, 4, 4], 4)
 
 
+@pytest.mark.slow
 def test_callbacks_of_an_iterator_are_called(tmp_path):
     config = changed(train={"num_steps": 2, "log_every": 1})
     functions = (function for function in [lambda step, split, metrics: True])
@@ -364,7 +369,7 @@ def test_a_schedule_that_is_too_short_is_refused_before_the_text_is_read(monkeyp
         flaxformer_mt.train(short, tmp_path / "run")
 
 
-@pytest.mark.slow_except("10")
+@pytest.mark.slow
 @pytest.mark.parametrize("total_steps", [0, 10])
 def test_a_run_that_is_continued_for_longer_keeps_its_warm_up(tmp_path, total_steps):
     optimizer = {"warmup": 0.5, "total_steps": total_steps, "schedule": "inverse_square_root"}
@@ -382,6 +387,7 @@ def test_a_run_that_is_continued_for_longer_keeps_its_warm_up(tmp_path, total_st
         flaxformer_mt.train(changed(optimizer=optimizer | {"warmup": 0.25}), tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_schedule_with_an_end_has_the_steps_that_were_accepted(tmp_path):
     optimizer = {"warmup": 0.5, "schedule": "linear"}
     flaxformer_mt.train(changed(optimizer=optimizer), tmp_path / "run")

@@ -17,6 +17,7 @@ LEAVES = {
     "exit_codes",
     "input_files",
     "memory_limits",
+    "remote",
     "runs.atomic",
     "writing_systems",
 }
@@ -24,7 +25,8 @@ ALLOWED = {
     "accelerators": set(),
     "errors": set(),
     "exit_codes": set(),
-    "input_files": {"errors"},
+    "input_files": {"errors", "remote"},
+    "remote": {"errors", "runs.atomic", "runs.layout"},
     "memory_limits": {"errors"},
     "writing_systems": set(),
     "config": LEAVES,

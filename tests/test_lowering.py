@@ -39,7 +39,7 @@ def configured(name):
     return on_mesh(config, {"data": 1, "fsdp": 1, "tensor": 1}, 4096, 32_000)
 
 
-@pytest.mark.slow_except("wmt14_en_de_base-tpu")
+@pytest.mark.slow
 @needs_gpu_interpreter
 @pytest.mark.parametrize(
     ("name", "platform"),

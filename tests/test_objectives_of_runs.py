@@ -29,6 +29,7 @@ def plain(tmp_path_factory):
     return fmt.train(CONFIG, tmp_path_factory.mktemp("runs") / "plain")
 
 
+@pytest.mark.slow
 def test_a_run_is_continued_with_its_objective_only(plain, tmp_path):
     folder = tmp_path / "run"
     objective = functools.partial(squared, factor=2.0)

@@ -82,7 +82,9 @@ def _reported(
         if error.filename is None and error.errno in _WRITE_ERRORS:
             discard_output()
             message = f"standard output cannot be written: {message}"
-    print(f"{program}: error: {message}", file=sys.stderr)
+    from flaxformer_mt.remote.copies import with_urls
+
+    print(f"{program}: error: {with_urls(message)}", file=sys.stderr)
     return failure
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from flaxformer_mt.remote.copies import with_urls
 from flaxformer_mt.runs import atomic
 
 _Group = TypeVar("_Group")
@@ -14,7 +15,7 @@ _Group = TypeVar("_Group")
 
 def print_lines(lines: Iterable[str]) -> None:
     """Prints lines as UTF-8 in every locale, with a newline character as line end."""
-    sys.stdout.buffer.writelines(f"{line}\n".encode() for line in lines)
+    sys.stdout.buffer.writelines(f"{with_urls(line)}\n".encode() for line in lines)
     sys.stdout.buffer.flush()
 
 
@@ -25,7 +26,7 @@ def print_json(values: Mapping[str, Any]) -> None:
 
 def print_note(line: str) -> None:
     """Prints a note to standard error."""
-    print(f"flaxformer-mt: note: {line}", file=sys.stderr)
+    print(f"flaxformer-mt: note: {with_urls(line)}", file=sys.stderr)
 
 
 def prompted(groups: Iterable[_Group], instructions: str) -> Iterator[_Group]:

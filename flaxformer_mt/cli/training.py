@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 import tyro
 
 from flaxformer_mt import exit_codes, runtime
-from flaxformer_mt.cli import help_text
+from flaxformer_mt.cli import help_text, remote_arguments
 from flaxformer_mt.cli.unknown_options import option_names, require_known
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.config.experiment import groups
@@ -133,9 +133,11 @@ def run(
     """Parses the command line and trains."""
     runtime.configure()
     logging.basicConfig(level=logging.WARNING, format=f"{program}: warning: %(message)s")
-    flags = parse_flags(arguments, program)
-    require_address_space()
-    train(flags, interruption)
+    is_read = bool({"--dry-run", "-h", "--help"} & set(arguments))
+    with remote_arguments.run_folder(arguments, is_read=is_read) as local_arguments:
+        flags = parse_flags(local_arguments, program)
+        require_address_space()
+        train(flags, interruption)
 
 
 def train(flags: Flags, interruption: Interruption | None = None) -> None:

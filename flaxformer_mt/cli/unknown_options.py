@@ -34,8 +34,13 @@ _FILE = Path(__file__).with_name("counterparts.tsv")
 COUNTERPARTS = [Counterpart(*line.split("\t")) for line in _FILE.read_text("utf-8").splitlines()]
 
 
-def option_names(hints: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yields the names of the options of a command, given the types of its parameters by name.
+def option_names(hints: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the names of the options of a command, given the types of its parameters by name."""
+    return (name for name, _ in option_hints(hints))
+
+
+def option_hints(hints: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the names and types of the options of a command, given those of its parameters.
 
     Groups of options whose types are annotated leave out their prefix.
     """
@@ -46,10 +51,10 @@ def option_names(hints: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
         kind = hint.__origin__ if annotations else hint
         if dataclasses.is_dataclass(kind):
             group = prefix if annotations else f"{prefix}{name}."
-            yield from option_names(typing.get_type_hints(kind), group)
+            yield from option_hints(typing.get_type_hints(kind), group)
         else:
             given = next(filter(None, (getattr(each, "name", None) for each in annotations)), name)
-            yield f"{prefix}{given}".replace("_", "-")
+            yield f"{prefix}{given}".replace("_", "-"), kind
 
 
 def require_known(arguments: Sequence[str], known: Sequence[str], program: str) -> None:

@@ -37,6 +37,9 @@ from flaxformer_mt.experiment.preparation import prepare as prepare
 from flaxformer_mt.experiment.preparation import tokenize as tokenize
 from flaxformer_mt.experiment.rate_range import find_learning_rate as find_learning_rate
 from flaxformer_mt.interruption import Interruption, handle_signals
+from flaxformer_mt.remote.copies import with_urls
+from flaxformer_mt.remote.run_folders import training_folder
+from flaxformer_mt.remote.stores import url_of
 from flaxformer_mt.run_reader import Run
 from flaxformer_mt.runs import atomic
 from flaxformer_mt.runs.layout import METRICS
@@ -107,6 +110,12 @@ def train(
     if not isinstance(config, ExperimentConfig):
         config = load_config(require_path(config, "config", "an ExperimentConfig or a path"))
     workdir = require_path(workdir, "workdir")
+    if url := url_of(workdir):
+        options = {"objective": objective, "frozen": frozen, "callbacks": callbacks}
+        options |= {"writers": writers, "console": console, "interruption": interruption}
+        with training_folder(url) as copy:
+            train(config, copy, accept_changes=accept_changes, **options)
+        return Run(url)
     console = console or make_console(
         BestEffortOutput(f"training goes on without it, and {workdir / METRICS} has all metrics")
     )
@@ -130,7 +139,8 @@ def train(
         if experiment.dataset.test is not None:
             print_test(experiment, folder, experiment.dataset.test, console)
         if config.model.has_inputs:  # A language model does not translate.
-            console.print(f"translate with: flaxformer-mt translate --run {folder} < source.txt")
+            name = with_urls(str(folder))
+            console.print(f"translate with: flaxformer-mt translate --run {name} < source.txt")
     return Run(workdir)
 
 

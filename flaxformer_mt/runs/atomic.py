@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from flaxformer_mt.errors import UserError, first_line
-from flaxformer_mt.input_files import require_local
+from flaxformer_mt.remote.stores import require_local
 
 MARKER = ".flaxformer_mt"
 """Name of the file that marks a workspace."""
@@ -133,6 +133,11 @@ def _new_workspace(parent: Path) -> tuple[Path, int]:
             if os.path.samestat(os.stat(folder / MARKER), os.fstat(descriptor)):
                 undo.pop_all()
                 return folder, descriptor
+
+
+def is_workspace_name(name: str) -> bool:
+    """Returns whether a folder has the name of a workspace."""
+    return name.startswith(_PREFIX) and name.endswith(_SUFFIX)
 
 
 def remove_leftovers(parent: Path) -> None:

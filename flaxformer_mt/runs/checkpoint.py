@@ -41,7 +41,7 @@ from flaxformer_mt.config import ValidationMetric
 from flaxformer_mt.errors import UserError, first_line, prefixed
 from flaxformer_mt.input_files import max_content
 from flaxformer_mt.runs import atomic, data_file, step_folders
-from flaxformer_mt.runs.layout import EMA, PARAMS, TRAINING, CheckpointSelector
+from flaxformer_mt.runs.layout import EMA, PARAMS, PROGRESS, TRAINING, CheckpointSelector
 from flaxformer_mt.runs.manifest import damage
 from flaxformer_mt.runs.step_folders import kept_steps
 
@@ -76,7 +76,8 @@ class Checkpoints:
     ) -> None:
         """Opens or creates the run's folder of checkpoints.
 
-        Removes what an unfinished save left behind. Renames each damaged checkpoint to
+        Removes what an unfinished save left behind. Verifies the newest checkpoint, and others
+        before they are kept in place of those that are removed. Renames each damaged checkpoint to
         `<step>.damaged`, so that training can write that step again. `data.json`, if the folder has
         one, identifies the run to which the checkpoints belong.
 
@@ -99,7 +100,9 @@ class Checkpoints:
         self._keep_best = keep_best
         self._best_metric = best_metric
         self._scores: dict[int, float] = {}
-        """Ranking scores of all intact checkpoints; kept by the first process only."""
+        """Ranking scores of checkpoints that are not known to be damaged; only in process 0."""
+        self._unverified: set[int] = set()
+        """Those of earlier processes that were not hashed yet, which takes time."""
         if distributed.is_main():
             _require_writable_name(self._folder)
             problem = f"{self._folder} cannot be written to:"
@@ -108,11 +111,15 @@ class Checkpoints:
                 step_folders.remove_leftovers(self._folder)
                 with atomic.workspace(self._folder):
                     pass  # Fails now rather than at the first save.
-            self._scores, damaged = step_folders.verified(self._folder, metric=best_metric)
+            self._scores, damaged = step_folders.verified(
+                self._folder, names=[PROGRESS], metric=best_metric
+            )
+            self._unverified = set(self._scores)
             with _explained(problem):
                 for step, cause in damaged.items():
-                    aside = step_folders.set_aside(self._folder, step)
-                    announce(f"{self._folder / str(step)} is damaged: {cause}; moved to {aside}")
+                    self._set_aside(step, cause)
+                while self._scores and not self._is_intact(max(self._scores)):
+                    pass  # The one before may be.
             if self._scores:
                 data_file.mark_trained(self.run_folder)
         newest = int(_from_first_process(np.int32(max(self._scores, default=-1))))
@@ -269,8 +276,7 @@ class Checkpoints:
                 )
             else:
                 step_folders.leave_hashes(partial)
-        kept = kept_steps(self._scores, self._keep_last, self._keep_best)
-        for superfluous in self._scores.keys() - kept:
+        for superfluous in self._scores.keys() - self._kept_steps():
             with _explained(
                 f"{self._folder / str(superfluous)} could not be removed:",
                 "; all checkpoints are intact",
@@ -278,6 +284,26 @@ class Checkpoints:
                 # One that is being read is removed after a later save.
                 if step_folders.remove(self._folder, superfluous):
                     del self._scores[superfluous]
+
+    def _kept_steps(self) -> set[int]:
+        """Returns the intact checkpoints to keep, which are verified before others are removed."""
+        while True:
+            kept = kept_steps(self._scores, self._keep_last, self._keep_best)
+            if all(self._is_intact(step) for step in kept):
+                return kept
+
+    def _is_intact(self, step: int) -> bool:
+        """Verifies a checkpoint, unless that was done, and sets a damaged one aside."""
+        cause = damage(self._folder / str(step)) if step in self._unverified else None
+        self._unverified.discard(step)
+        if cause:
+            self._set_aside(step, cause)
+            del self._scores[step]
+        return not cause
+
+    def _set_aside(self, step: int, cause: str) -> None:
+        aside = step_folders.set_aside(self._folder, step)
+        self._announce(f"{self._folder / str(step)} is damaged: {cause}; moved to {aside}")
 
     @contextlib.contextmanager
     def _explained(self, step: int) -> Iterator[None]:

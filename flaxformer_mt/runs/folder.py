@@ -20,6 +20,7 @@ from flaxformer_mt.config.fields import FieldRole, names_with
 from flaxformer_mt.data.corpora.corpus import Corpus
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError, prefixed
+from flaxformer_mt.remote.stores import require_local
 from flaxformer_mt.runs import atomic, changes, data_file, layout, manifest, step_folders
 
 Corpora: TypeAlias = Mapping[str, Sequence[Corpus]]
@@ -63,7 +64,7 @@ def locked(run_folder: str | Path, announce: Callable[[str], None] = print) -> I
 def require_run(folder: str | Path) -> None:
     """Raises `UserError` unless a folder exists and has a `config.json`."""
     if not Path(folder).is_dir():
-        input_files.require_local(folder)
+        require_local(folder)
         raise UserError(f"there is no run folder {folder}")
     if not Path(folder, layout.CONFIG).is_file():
         raise UserError(f"{folder} is not a run folder: it has no {layout.CONFIG}")

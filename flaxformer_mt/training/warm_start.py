@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,6 +16,7 @@ from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError, prefixed
 from flaxformer_mt.input_files import open_regular
 from flaxformer_mt.model.transformer import Transformer
+from flaxformer_mt.remote.copies import local
 from flaxformer_mt.runs import parameter_file
 from flaxformer_mt.runs.checkpoint import restore_params
 from flaxformer_mt.runs.folder import read_config, read_tokenizers, require_run
@@ -39,7 +39,7 @@ def tokenizer_path(config: ExperimentConfig) -> str:
     It is `data.tokenizer_path` if given, else the run folder that `train.init_from` names.
     """
     given, start = config.data.tokenizer_path, config.train.init_from
-    if given or not start or Path(start).is_dir():
+    if given or not start or local(start).is_dir():
         return given or start
     raise UserError(
         f"train.init_from={start} has no vocabulary: give the folder that has it as "
@@ -49,9 +49,9 @@ def tokenizer_path(config: ExperimentConfig) -> str:
 
 def require_vocabulary(init_from: str, tokenizers: Tokenizers) -> None:
     """Raises `UserError` if parameters of a run are of another vocabulary."""
-    if Path(init_from).is_dir():
+    if local(init_from).is_dir():
         _check_same(
-            read_tokenizers(init_from),
+            read_tokenizers(local(init_from)),
             tokenizers,
             f"train.init_from={init_from}",
             " than data.tokenizer_path: leave the latter out",
@@ -63,7 +63,7 @@ def load_teacher(folder: str, tokenizers: Tokenizers) -> tuple[Transformer | Non
     if not folder:
         return None, None
     with prefixed(f"train.teacher={folder}: "):
-        run = load_run(folder)
+        run = load_run(local(folder))
     advice = f": train the student with --data.tokenizer-path={folder}"
     _check_same(run.tokenizers, tokenizers, f"train.teacher={folder}", advice)
     return Transformer(run.model), run.params
@@ -82,21 +82,21 @@ def require_parameters(init_from: str, model: TransformerConfig) -> None:
     """
     if not init_from:
         return
-    is_folder = Path(init_from).is_dir()
     try:
-        if is_folder:
-            require_run(init_from)
+        path = local(init_from)
+        if path.is_dir():
+            require_run(path)
         else:
-            open_regular(init_from).close()
+            open_regular(path).close()
     except UserError as error:
         raise UserError(
             f"train.init_from={init_from}: {error}; give a run folder, or a .safetensors file that "
             "`flaxformer-mt convert` wrote"
         ) from error
-    if is_folder:
+    if path.is_dir():
         with prefixed(f"train.init_from={init_from}: "):
-            model = read_tokenizers(init_from).with_ids(model)
-            _check_fields(read_config(init_from).model, model)
+            model = read_tokenizers(path).with_ids(model)
+            _check_fields(read_config(path).model, model)
 
 
 def load_parameters(init_from: str, model: TransformerConfig, template: Params) -> Params:
@@ -111,7 +111,7 @@ def load_parameters(init_from: str, model: TransformerConfig, template: Params) 
     Raises:
       UserError: the parameters cannot be read, or belong to another model.
     """
-    path = Path(init_from)
+    path = local(init_from)
     with prefixed(f"train.init_from={init_from}: "):
         if path.is_dir():
             config = read_config(path).model
@@ -143,7 +143,7 @@ def load_moments(init_from: str) -> dict[str, np.ndarray]:
       UserError: its best checkpoint cannot be read, or holds parameters only.
     """
     with prefixed(f"train.init_optimizer, of {init_from}: "):
-        state = restore_params(init_from, "best", item=TRAINING)[1]
+        state = restore_params(local(init_from), "best", item=TRAINING)[1]
     leaves = jax.tree_util.tree_leaves_with_path(state.get("opt_state"))
     return {_moment_name(path): np.asarray(leaf) for path, leaf in leaves}
 

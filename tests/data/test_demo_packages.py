@@ -48,6 +48,7 @@ def test_languages_are_not_checked_without_the_package(caplog):
     assert "not checked, for lack of a package: pip install" in caplog.text
 
 
+@pytest.mark.slow
 def test_the_package_imports_neither_before_it_needs_them():
     code = (
         "import sys, flaxformer_mt.experiment, flaxformer_mt.data.library;"

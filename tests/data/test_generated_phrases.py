@@ -70,6 +70,7 @@ def test_a_source_has_a_single_translation(target_language):
         assert translations.setdefault(meaning(ENGLISH), meaning(target)) == meaning(target)
 
 
+@pytest.mark.slow
 def test_words_of_held_out_phrases_occur_in_training():
     config = DataConfig(corpus="phrases", target_language="fr", generated_pairs=20_000)
     known = set(" ".join(load_corpus(config, "train").targets).split())

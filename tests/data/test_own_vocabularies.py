@@ -111,6 +111,7 @@ WITH_SYMBOLS = {
 }
 
 
+@pytest.mark.slow_except("m")
 @pytest.mark.parametrize("name", ["spm.model", "vocabulary of mine.spm", "m", "joint.model"])
 def test_a_model_of_spm_train_of_any_name(tmp_path, corpus, name):
     (tmp_path / name).write_bytes(trained())

@@ -45,6 +45,7 @@ def test_correct_sides_are_accepted():
     check_languages([TRAIN], [VALID])
 
 
+@pytest.mark.slow_except("languages0", "languages1")
 @pytest.mark.parametrize("languages", [("en", "fr"), ("fr", "de"), ("en", "de")])
 def test_swapped_sides_are_found_by_their_languages(languages):
     source, target = languages

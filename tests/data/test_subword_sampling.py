@@ -107,6 +107,7 @@ SAMPLE = """
 """
 
 
+@pytest.mark.slow_except("bpe")
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
 def test_samples_are_the_same_in_every_process(tmp_path, kind):
     """Otherwise a run could not be resumed exactly."""

@@ -342,7 +342,7 @@ def test_a_corpus_of_only_long_pairs_is_rejected():
 # Virtual streams.
 
 
-@pytest.mark.slow_except("64-0.1", "64-0.0", "96-0.1", "96-0.0")
+@pytest.mark.slow_except("96-0.1")
 @pytest.mark.parametrize("sampling", [0.0, 0.1])
 @pytest.mark.parametrize("rows", [64, 96, 512])
 def test_the_rows_of_processes_are_those_of_one(many_streams, rows, sampling):

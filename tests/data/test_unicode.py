@@ -77,6 +77,7 @@ def test_several_carriage_returns_end_a_line(tmp_path):
     assert list(stream_lines(path)) == ["one", "two", "", "three"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blank", ["\u200b", "\ufeff", "\0", " \u2060\xad\u00a0", "\u202a\u202c"])
 def test_invisible_lines_are_empty_lines_in_translation_and_scoring(blank, talker):
     translator, scorer = Translator(*talker.parts), Scorer(*talker.parts)

@@ -157,6 +157,7 @@ def copier(talker):
     return dataclasses.replace(copier, params=params)
 
 
+@pytest.mark.slow
 def test_a_model_that_copies_is_aligned_one_to_one(copier):
     scorer = Scorer(*copier.parts)
     texts = sentences(6, longest=3)
@@ -168,6 +169,7 @@ def test_a_model_that_copies_is_aligned_one_to_one(copier):
             assert score.alignment == [(position, position) for position in range(count)]
 
 
+@pytest.mark.slow
 def test_layer_and_head_can_be_chosen(copier):
     row = [*copier.tokenizers.source.encode(["ein kleiner Hund"])[0], copier.model.eos_id]
 

@@ -78,6 +78,7 @@ def assert_same(found, expected):
         np.testing.assert_allclose(one.scores, expected[index].scores, rtol=ROUNDING)
 
 
+@pytest.mark.slow
 def test_a_search_without_other_sentences_finds_the_same():
     options = SearchOptions.from_config(BEAM, MODEL)
 
@@ -142,6 +143,7 @@ def test_longer_arrays_change_nothing(monkeypatch):
     assert_same(found, {index: together()[index + 15] for index in range(14)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("certain", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_samples_begin_with_their_prefixes(certain):
     with_prefixes = [
@@ -177,6 +179,7 @@ def test_errors_of_a_worker_are_raised_by_the_iterator():
         list(make_batcher().decode([wrong]))
 
 
+@pytest.mark.slow
 def test_several_devices_find_the_same():
     several = make_batcher(dataclasses.replace(BEAM, num_devices=3))
     used = set()
@@ -212,6 +215,7 @@ def test_defaults_of_devices_and_batches_follow_the_platform(monkeypatch):
     assert workers.batch_tokens(DecodeConfig(batch_tokens=7), "gpu") == 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

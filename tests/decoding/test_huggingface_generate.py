@@ -268,6 +268,7 @@ def phrases(run_folder, count):
     return [[*ids, run.model.eos_id] for ids in run.tokenizers.source.encode(corpus.sources)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", others_are_slow(SHAPES, ["separate"]))
 def test_logits_of_random_weights(name):
     assert_logits_agree(random_pair(name))
@@ -278,6 +279,7 @@ def test_logits_of_trained_weights(trained):
     assert_logits_agree(trained)
 
 
+@pytest.mark.slow_except("True")
 @pytest.mark.parametrize("early_stopping", EARLY_STOPPING)
 def test_random_weights_find_the_same(early_stopping):
     pair = random_pair("one layer")
@@ -304,7 +306,7 @@ def hub_pair(kind):
     return ModelPair(config, params, theirs, max_length=24, first=HUB[kind])
 
 
-@pytest.mark.slow_except("nllb-4-False")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "beam_size", "early_stopping"),
     [("nllb", 4, False), ("t5", 6, "never"), ("mbart50", 1, True)],

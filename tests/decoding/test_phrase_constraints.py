@@ -169,6 +169,7 @@ def test_a_wide_beam_finds_the_best_with_all_phrases(seed, per_row):
         assert_row_is(result, row, enumerate_results(world[0][row], constraints, options))
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(seeds, three_constraints(P), st.sampled_from([(1, False), (2, True), (4, False)]))
 def test_a_narrow_beam_finds_what_a_slow_one_finds(seed, per_row, kind):
@@ -179,6 +180,7 @@ def test_a_narrow_beam_finds_what_a_slow_one_finds(seed, per_row, kind):
         assert_row_is(result, row, slow_search(world[0][row], constraints, options))
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(seeds, three_constraints(P), st.sampled_from([1, 4]))
 def test_a_row_without_phrases_is_not_affected_by_others(seed, per_row, beam_size):

@@ -91,6 +91,7 @@ def drawn(result):
     ]
 
 
+@pytest.mark.slow_except("all")
 @pytest.mark.parametrize("options", [PLAIN, ALL], ids=["plain", "all"])
 def test_sequences_are_drawn_with_their_probabilities(options):
     num_rows, constraints = 500, Constraints(2)
@@ -139,6 +140,7 @@ def test_samples_do_not_depend_on_when_their_row_began():
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.slow
 def test_fewer_samples_are_the_first_of_more():
     world, rows = random_world(4), batched([Constraints(P)] * B, seeds=[1, 2, 3])
     fewer = find(world, rows, dataclasses.replace(PLAIN, beam_size=2, n_best=2))

@@ -93,6 +93,7 @@ def command(trained_run, tmp_path, capsys):
     return execute
 
 
+@pytest.mark.slow
 def test_a_trained_model_prefers_the_right_translation(command):
     files = {
         "source": ["twelve", "Monday", "three years"],

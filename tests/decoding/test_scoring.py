@@ -30,6 +30,7 @@ def test_scores_are_those_of_the_full_pass_of_each_pair(talker):
         np.testing.assert_allclose(found.log_probability, expected.sum(), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_score_does_not_depend_on_other_pairs(talker):
     together = score(talker)
     alone = [score(talker, [s], [t])[0] for s, t in zip(SOURCES, TARGETS, strict=True)]
@@ -41,6 +42,7 @@ def test_a_score_does_not_depend_on_other_pairs(talker):
         )
 
 
+@pytest.mark.slow
 def test_with_renormalization_padding_and_start_have_no_probability(talker):
     renormalized = score(with_decode(talker, renormalize=True))
     for source, found, plain in zip(SOURCES, renormalized, score(talker), strict=True):

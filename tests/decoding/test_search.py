@@ -133,6 +133,7 @@ def assert_row_is(result, row, expected):
     assert (result.tokens[row, len(expected) :] == PAD).all()
 
 
+@pytest.mark.slow_except("all", "groups", "greedy, penalties")
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 @settings(max_examples=25, deadline=None)
 @given(seeds, ends, numbers, three_constraints)
@@ -195,6 +196,7 @@ def test_a_wide_beam_finds_what_enumeration_finds(seed, end, numbers, per_row):
         )
 
 
+@pytest.mark.slow_except("greedy")
 @pytest.mark.parametrize("arrangement", ["greedy", "all"])
 def test_rows_admitted_late_find_the_same(arrangement):
     options, world = ARRANGEMENTS[arrangement], random_world(0, end=1.0)

@@ -42,6 +42,7 @@ def test_a_string_gives_a_string_and_a_list_a_list(translator):
     assert translator.translate("", beam_size=1) == ""
 
 
+@pytest.mark.slow
 def test_n_best_lists_of_a_string_and_of_a_list(translator):
     listed = translator.translate_n_best(TEXTS, 2)
     assert [len(hypotheses) for hypotheses in listed] == [2, 2, 2]

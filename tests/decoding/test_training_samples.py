@@ -84,6 +84,7 @@ def test_keys_and_rows_give_other_samples(talker):
     assert (first.tokens[0] != first.tokens[1]).any()
 
 
+@pytest.mark.slow
 def test_options(talker):
     greedy = draw(talker, top_k=1)
     assert (greedy.tokens[0] == greedy.tokens[0, :1]).all()
@@ -136,6 +137,7 @@ def test_sharded_parameters_give_the_same_samples(talker):
     np.testing.assert_array_equal(draw(apart, placed).tokens, draw(talker, source).tokens)
 
 
+@pytest.mark.slow
 def test_rows_are_a_batch_of_every_sample_with_its_source(talker):
     batch = padded_batch(SOURCE[:2])
     found = draw(talker, batch, n=3, max_length=6, unpacked=True)
@@ -162,6 +164,7 @@ def test_packed_rows_are_refused(talker):
         draw(talker, batch_of(SOURCE, (SOURCE > 0).astype(np.int32)))
 
 
+@pytest.mark.slow
 def test_packed_rows_that_are_traced_give_nan(talker):
     found = draw(talker, np.concatenate([SOURCE[:1], PACKED]))
     assert np.isfinite(found.weights[0]).all()

@@ -97,6 +97,7 @@ def test_parameters_of_another_model_are_refused(talker, load):
         load(wider, params, tokenizers)
 
 
+@pytest.mark.slow_except("translate")
 @pytest.mark.parametrize("function", [translator.translate, training_samples.sample])
 def test_the_examples_run(talker, function):
     """Their outputs are those of a trained model, except for shapes."""

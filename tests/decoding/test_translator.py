@@ -281,6 +281,7 @@ def test_links_of_split_input_are_of_words_of_the_text(talker, text):
     assert {target for _, target in best.alignment} <= set(range(len(best.text.split())))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beam_size", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_options_that_exclude_all_translations_are_named(talker, beam_size):
     size = talker.tokenizers.target.vocab_size
@@ -363,6 +364,7 @@ def test_longest_target_excludes_the_source_end_token(talker):
     assert longest_target(10, decode) == 35
 
 
+@pytest.mark.slow
 def test_a_stream_is_read_in_windows(talker):
     """The first translations are yielded before the last sentences are read."""
     read = 0

@@ -178,9 +178,7 @@ def sentences(pad_id: int) -> tuple[list[list[int]], list[list[int]]]:
     return source, [[4, 3, 9, 8, 7], [9, 6, 5, 4, 4]]
 
 
-@pytest.mark.slow_except(
-    "opennmt to tunz", "torch to fairseq", "marian to fairseq", "jadore801120 to fairseq"
-)
+@pytest.mark.slow_except("marian to fairseq")
 @pytest.mark.parametrize("name", CASES)
 def test_the_published_model_of_the_other_family_computes_the_same(name, tmp_path):
     case = CASES[name]

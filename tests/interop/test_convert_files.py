@@ -17,7 +17,7 @@ from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.convert import OWN, convert
 
 
-@pytest.mark.slow_except("marian_all", "t5_gated", "annotated_1000_shared", "opennmt_unbiased")
+@pytest.mark.slow_except("t5_gated")
 @pytest.mark.parametrize("name", ONE_OF_EACH.values())
 def test_to_our_own_file_and_back_is_byte_identical(name, tmp_path):
     variant = ALL[name]
@@ -32,6 +32,7 @@ def test_to_our_own_file_and_back_is_byte_identical(name, tmp_path):
     assert_identical(torch.load(tmp_path / "after.pt", weights_only=True), before)
 
 
+@pytest.mark.slow_except("True")
 @pytest.mark.parametrize("has_adam", [False, True])
 def test_our_own_file_is_written_and_read_from_python(has_adam, tmp_path):
     variant = VARIANTS["torch_pre_gelu"]

@@ -122,6 +122,7 @@ def bleu(texts, references):
     return sacrebleu.corpus_bleu(texts, [references]).score
 
 
+@pytest.mark.slow
 def test_search_and_scores_are_ours(exported):
     corpus = load_corpus(DataConfig(corpus="phrases", generated_pairs=400), "valid")
     same, ours, theirs = differences(*exported, corpus.sources[:64], corpus.targets[:64])
@@ -297,6 +298,9 @@ def assert_scores_are_ours(bundle, folder, sources, targets):
         np.testing.assert_allclose(own, scores, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow_except(
+    "post-norm with final norms, without biases", "rotary, narrow values, from a zero vector"
+)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=() if n in CHEAP else pytest.mark.slow) for n in ARRANGEMENTS],

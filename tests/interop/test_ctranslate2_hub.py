@@ -52,7 +52,7 @@ def by_their_script(folder, tokenizer, sentences, first):
     return tokens, [result.scores[0] for result in results]
 
 
-@pytest.mark.slow_except("40-nllb", "40-t5")
+@pytest.mark.slow_except("40-t5")
 @pytest.mark.parametrize("kind", hub_models.KINDS)
 @pytest.mark.parametrize("count", [pytest.param(40), pytest.param(500, marks=pytest.mark.slow)])
 def test_translations_are_ours(kind, count, tmp_path, usual_optimizations):
@@ -85,6 +85,7 @@ def test_translations_are_ours(kind, count, tmp_path, usual_optimizations):
     assert len(told) == (kind in languages)
 
 
+@pytest.mark.slow
 def test_the_folder_has_the_files_of_its_vocabulary(tmp_path):
     _, theirs = hub_models.save("nllb", PHRASES.sources, tmp_path / "hub")
     convert("m2m100", OWN, tmp_path / "hub", tmp_path / "run")

@@ -123,7 +123,7 @@ def folder(tmp_path):
     return make
 
 
-@pytest.mark.slow_except("@@ -True")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "joint"), [("sentencepiece", False), ("@@ ", True), (None, False)]
 )

@@ -98,6 +98,7 @@ def test_outer_spaces_have_no_effect_on_scores(saved):
     assert outside == [inside] * 3
 
 
+@pytest.mark.slow_except("mbart50", "t5", "bart")
 @pytest.mark.parametrize("kind", hub_models.KINDS)
 def test_folder_to_run_to_folder(kind, saved, tmp_path):
     folder, theirs, _ = saved(kind)
@@ -209,6 +210,7 @@ def test_alignments_count_words_of_the_text_not_languages(translator):
         assert {source for source, _ in plain.alignment} <= set(range(len(plain.source_pieces)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", others_are_slow(["nllb", "m2m100", "bart"], ["bart"]))
 def test_scores_and_alignments_are_those_of_the_search(kind, saved):
     bundle = read(kind, saved(kind)[0])
@@ -257,6 +259,7 @@ def test_parts_of_long_input_have_its_language(translator):
     assert len(together[0].alignment) == sum(len(h[0].alignment) for h in alone)
 
 
+@pytest.mark.slow
 def test_the_commands_on_the_run_of_a_folder(saved, translator, tmp_path, capfd):
     """`translate`, `score` and `evaluate`, with languages from the text."""
     run, source, target = tmp_path / "run", tmp_path / "in", tmp_path / "out"

@@ -49,6 +49,7 @@ def exported(trained_run, tmp_path_factory):
     return ModelBundle.of_run(trained_run), folder
 
 
+@pytest.mark.slow
 def test_a_server_without_this_package_translates_the_same(exported):
     bundle, folder = exported
     corpus = load_corpus(DataConfig(corpus="phrases", generated_pairs=400), "valid")
@@ -95,6 +96,7 @@ def load(folder, name):
     return export.deserialize(bytearray((folder / f"{name}.jax").read_bytes()))
 
 
+@pytest.mark.slow
 def test_functions_are_for_any_size_and_platform(exported):
     bundle, folder = exported
     model, params = bundle.config.model, bundle.params
@@ -165,6 +167,7 @@ def test_the_server_encodes_tags_and_unknown_words_as_the_run(tmp_path, kind):
         assert server.encode(text) == tokenizers.source.encode([text])[0]
 
 
+@pytest.mark.slow_except("options1")
 @pytest.mark.parametrize(
     "options",
     [
@@ -242,6 +245,7 @@ def test_functions_that_jax_refuses_are_one_line(copy, monkeypatch, name, kind, 
     )
 
 
+@pytest.mark.slow
 def test_an_expired_export_is_renewed(exported, copy):
     original = contents(exported[1])
     for path in copy.glob("*.jax"):

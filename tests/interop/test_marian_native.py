@@ -281,6 +281,7 @@ def test_an_export_names_the_search_options_that_marian_lacks(byte_vocabulary):
     ]
 
 
+@pytest.mark.slow
 def test_a_step_against_the_gradient_lowers_the_loss(folder):
     bundle, _ = marian_folder.read(folder)
     model = bundle.config.model

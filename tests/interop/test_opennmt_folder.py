@@ -181,6 +181,7 @@ def loaded(tmp_path_factory):
     return made, fmt.load(made.folder)
 
 
+@pytest.mark.slow
 def test_sources_have_no_end_token_wherever_they_are_read(loaded):
     made, model = loaded
     assert model.family == "opennmt"

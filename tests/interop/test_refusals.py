@@ -45,7 +45,7 @@ def refusal(family, source, **overrides) -> str:
     return message
 
 
-@pytest.mark.slow_except("opennmt", "marian", "tunz", "fairseq")
+@pytest.mark.slow_except("marian", "tunz")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_missing_tensor_is_named(family):
     state = state_dict(family)
@@ -62,7 +62,7 @@ def test_an_unexpected_tensor_is_named(family):
     assert "encoder.extra.weight is unexpected" in message
 
 
-@pytest.mark.slow_except("opennmt", "marian", "tunz", "fairseq")
+@pytest.mark.slow_except("marian")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_wrong_shape_is_named(family):
     state = state_dict(family)

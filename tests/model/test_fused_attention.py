@@ -108,6 +108,13 @@ CASES = {
 }
 
 
+@pytest.mark.slow_except(
+    "everything-pallas_gpu",
+    "everything-pallas_tpu",
+    "cross-pallas_tpu",
+    "width_64-pallas_tpu",
+    "width_128-pallas_tpu",
+)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "name",
@@ -130,6 +137,7 @@ def test_equals_the_einsum_and_its_gradients(backend, name):
     assert np.all(fused[0][0, :, lengths[0] * 9 // 10 :] == 0)  # Padding attends to nothing.
 
 
+@pytest.mark.slow_except("lengths1-switches1-False-1")
 @needs_gpu_interpreter
 @pytest.mark.parametrize(
     ("lengths", "switches", "causal", "groups"),
@@ -198,6 +206,7 @@ def test_dropout_on_gpus_keeps_independent_weights():
     assert abs(np.mean(deviations**2) - 1) < 0.01
 
 
+@pytest.mark.slow_except("pallas_tpu")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_in_bfloat16_it_rounds_as_often_as_the_einsum(backend):
     inputs = case(64, 96, dtype=jnp.bfloat16)
@@ -218,6 +227,7 @@ def test_in_bfloat16_it_rounds_as_often_as_the_einsum(backend):
     )
 
 
+@pytest.mark.slow_except("True-pallas_tpu")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_sentence_does_not_depend_on_its_neighbours_at_all(backend, causal):
@@ -248,6 +258,7 @@ def test_a_sentence_does_not_depend_on_its_neighbours_at_all(backend, causal):
         assert np.all(np.where(visible, 0, y) == 0)
 
 
+@pytest.mark.slow_except("pallas_tpu")
 @pytest.mark.usefixtures("gpu_kernels_by_einsum")
 @pytest.mark.parametrize("backend", PLATFORMS)
 def test_on_a_mesh_every_device_computes_its_own_rows_and_heads(backend):
@@ -434,6 +445,7 @@ def loss_and_gradient(config, params, segments):
     return jax.value_and_grad(loss)(params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "kind", "packed"),
     [

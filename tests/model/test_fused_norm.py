@@ -187,6 +187,7 @@ def test_what_it_cannot_do_is_refused_by_name(float64, field, value):
         jax.eval_shape(trained)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("gpu_kernels_by_einsum")
 def test_its_results_are_not_stored_where_only_products_are():
     stored = {}

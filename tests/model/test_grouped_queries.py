@@ -197,7 +197,7 @@ def test_kernels_equal_the_einsum(backend, causal):
     chex.assert_trees_all_close(run(fused, *vectors, bias), run(einsum, *vectors, bias), atol=5e-5)
 
 
-@pytest.mark.slow_except("pallas_gpu-rotary-none")
+@pytest.mark.slow
 @pytest.mark.usefixtures("gpu_kernels_by_einsum")
 @pytest.mark.parametrize(
     ("backend", "kind", "remat"),

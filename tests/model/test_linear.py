@@ -99,7 +99,7 @@ PATHS = {
 
 @pytest.mark.usefixtures("gpu_kernels_by_einsum")
 # What `packed` does, `packed_remat` does, too; cached steps are those of `einsum`.
-@pytest.mark.slow_except("packed_groups")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
     [

@@ -96,7 +96,7 @@ def check_cached_steps(config, tolerance):
         chex.assert_trees_all_close(logits[:, 1], full[:, position], rtol=0, atol=tolerance)
 
 
-@pytest.mark.slow_except("post", "recurrent", "learned", "padding start")
+@pytest.mark.slow_except("post", "recurrent")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=SLOW) if name in OF_BOTH_PASSES else name for name in CONFIGS]
 )
@@ -104,6 +104,7 @@ def test_a_cached_step_equals_the_full_pass(name):
     check_cached_steps(CONFIGS[name], tolerance=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["pre", *(pytest.param(n, marks=SLOW) for n in ("post", "recurrent"))]
 )
@@ -112,6 +113,7 @@ def test_a_cached_step_equals_the_full_pass_in_float64(float64, name):
     check_cached_steps(config, tolerance=1e-12)
 
 
+@pytest.mark.slow_except("post")
 @pytest.mark.parametrize("name", ["post", "recurrent"])
 def test_hypotheses_can_continue_one_another(name):
     model, variables, source, _ = initialise(CONFIGS[name])

@@ -94,6 +94,7 @@ def test_the_loss_is_the_formula_of_all_logits_and_weights(float64, changes, lay
     chex.assert_trees_all_close(found, expected, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_without_links_it_is_the_cross_entropy():
     params = jax.jit(fmt.init, static_argnums=0)(CONFIG, jax.random.key(0))
     batch, key = a_batch(), jax.random.key(1)

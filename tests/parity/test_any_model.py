@@ -182,6 +182,7 @@ def test_outputs_of_a_dict_have_names():
     assert report.passed, str(report)
 
 
+@pytest.mark.slow
 def test_a_detached_norm_is_located():
     def detached(self, x):
         mean = x.mean(-1, keepdim=True).detach()
@@ -447,6 +448,7 @@ def test_another_base_of_logarithms(theirs, ours, says):
     assert says in finding.diagnosis.explanation
 
 
+@pytest.mark.slow_except("0.001-False")
 @pytest.mark.parametrize(("epsilon", "passed"), [(1e-8, True), (1e-3, False)])
 def test_optimizer_steps(epsilon, passed):
     module = CLASSIFIER.module()

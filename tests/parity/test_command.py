@@ -54,6 +54,7 @@ def checkpoint(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_a_family_agrees_and_its_reports_are_written(command, tmp_path):
     json_file, html = tmp_path / "report.json", tmp_path / "report.html"
     code, out, err = command(
@@ -77,6 +78,7 @@ def test_a_former_family_name_reports_the_current_one(command, tmp_path):
     assert json.loads(json_file.read_text())["family"] == "annotated_wide_heads"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_agrees_in_either_dtype(command, checkpoint):
     settings = ("--family", "tunz", "--checkpoint", checkpoint, "--set", f"num_heads={NUM_HEADS}")
     code, out, _ = command(*settings, "--verbose")
@@ -253,6 +255,7 @@ def test_the_table_in_the_docs_has_every_family_within_tolerance():
         assert (np.array(differences, float) <= bounds).all()
 
 
+@pytest.mark.slow
 def test_the_examples_in_the_docs_run(capsys, monkeypatch, tmp_path):
     """Those that need nothing but this repository: the ten lines, and the trajectory."""
     blocks = re.findall(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)

@@ -39,7 +39,7 @@ def compare(variant: Variant, dtype: str) -> parity.Report:
 
 # Of the other variants, `test_references.py` compares logits and attention, and
 # `test_mutations.py` compares every value of its families.
-@pytest.mark.slow_except("marian_all", "opennmt_unbiased")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     others_are_slow(
@@ -53,6 +53,7 @@ def test_every_value_and_gradient_in_float64(name):
 
 
 # What float32 adds is its rounding, which one family shows.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
     [
@@ -104,6 +105,7 @@ def test_at_the_size_of_the_base_model(family, dtype):
         assert report.select("logits")[0].max_abs < 2e-5
 
 
+@pytest.mark.slow
 def test_hidden_units_on_two_sides_of_the_kink_are_counted():
     reference, hints, batch = tunz()
     assert parity.compare("tunz", reference, batch, **hints).kinks == 0
@@ -185,6 +187,7 @@ def test_values_may_be_time_major():
     assert parity.compare("tunz", reference, batch, taps=taps, **hints).passed
 
 
+@pytest.mark.slow
 def test_flattened_logits_will_do_and_others_are_refused():
     reference, hints, batch = tunz()
 

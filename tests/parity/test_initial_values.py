@@ -26,7 +26,7 @@ OTHERS = ("double_projection", "marian", "mbart", "m2m100")
 BY_PLACE = ("torch", "fairseq", "t5")
 
 
-@pytest.mark.slow_except("t5")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
     [

@@ -199,6 +199,7 @@ PAIRS = {
 }
 
 
+@pytest.mark.slow_except("mixer", "classifier")
 @pytest.mark.parametrize("model", MODELS)
 def test_an_unchanged_module_agrees(model):
     report = MODELS[model][0].compare()
@@ -206,6 +207,7 @@ def test_an_unchanged_module_agrees(model):
     assert not report.findings
 
 
+@pytest.mark.slow_except("classifier-rms", "classifier-pooler", "gpt2-scale", "mixer-variance")
 @pytest.mark.parametrize(
     ("model", "fault"),
     [
@@ -226,6 +228,7 @@ def test_a_fault(model, fault):
     assert causes <= {cause} | CONSEQUENCES.get(fault, set()), report.findings
 
 
+@pytest.mark.slow_except("gpt2-scale-variance", "mixer-shared-epsilon", "classifier-float16-mask")
 @pytest.mark.parametrize(
     ("model", "first", "second"),
     [(model, *names) for model, pairs in PAIRS.items() for names in pairs],
@@ -237,6 +240,7 @@ def test_two_faults(model, first, second):
     assert found == {site: cause for _, site, cause in (faults[first], faults[second])}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "change", "faults"),
     [

@@ -92,7 +92,7 @@ def test_a_mutation_is_found_and_named(family, mutation):
 
 
 # The last first: the programs of the mutations before are still compiled.
-@pytest.mark.slow_except("t5", "annotated")
+@pytest.mark.slow
 @pytest.mark.parametrize("family", list(reversed(FAMILIES)))
 def test_an_unchanged_reference_has_no_diagnosis(family):
     report = compared(family)
@@ -136,6 +136,7 @@ def with_an_empty_source(tokens: parity.Tokens) -> parity.Tokens:
     return tokens._replace(source=np.where(empty, 0, tokens.source))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fill", "says"),
     [
@@ -169,6 +170,7 @@ def test_a_source_of_padding_alone(fill, says):
     assert says in report.diagnosis.explanation
 
 
+@pytest.mark.slow
 def test_a_mask_that_ignores_padding_of_the_target():
     """As in the published translator of `jadore801120`; it shows with padding on the left."""
     source, target_input, target_output = example("jadore801120")
@@ -224,6 +226,7 @@ SOLVED = ("dropout", "mask value", "float32 scores", "float32 norm")
 INSIDE_A_LAYER = [m for m in ANNOTATED if IN_ENCODER in m.site and m.cause not in SOLVED]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mutation",
     [
@@ -236,6 +239,7 @@ def test_is_found_inside_a_layer_of_which_only_the_result_is_tapped(mutation):
     check(report, IN_ENCODER, mutation.cause, f"at {IN_ENCODER}/")
 
 
+@pytest.mark.slow
 def test_the_same_mistake_in_every_norm_is_found_behind_all_of_them():
     norms = [f"{ENCODER}.sublayer.{index}.norm" for index in range(2)]
     change = all_of(*(with_values(norm, eps=1e-5) for norm in norms))
@@ -320,6 +324,7 @@ def layers_in_order(*order: int) -> Change:
     return with_forward("encoder", forward)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "site", "cause"),
     [
@@ -363,6 +368,7 @@ def detached_statistics(self, x):
     return self.a_2 * (x - mean.detach()) / (deviation.detach() + self.eps) + self.b_2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "agrees", "differs"),
     [

@@ -77,6 +77,7 @@ def test_a_difference_is_found_although_some_values_are_elsewhere():
     assert not parity.compare("jadore801120", module, batch, **hints).passed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("joined_as_published", [False, True])
 def test_heads_may_be_computed_one_after_another(joined_as_published):
     def by_head(self, q, k, v, mask=None):
@@ -102,6 +103,7 @@ def test_heads_may_be_computed_one_after_another(joined_as_published):
         assert report.diagnosis.cause == "head order"
 
 
+@pytest.mark.slow
 def test_masks_may_be_left_out_without_padding():
     reference, hints, _ = published("torch")
 
@@ -120,6 +122,7 @@ def test_masks_may_be_left_out_without_padding():
     assert not report.untapped
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["fairseq", pytest.param("torch", marks=pytest.mark.slow)])
 def test_as_many_sentences_as_tokens(family):
     reference, hints, _ = published(family)
@@ -131,12 +134,14 @@ def test_as_many_sentences_as_tokens(family):
     assert report.passed, report
 
 
+@pytest.mark.slow
 def test_an_attribute_may_have_the_name_of_another_familys_setting():
     reference, hints, batch = published("annotated")
     reference.head_size = 4 * hints["num_heads"]  # The width of a head; in tunz, their number.
     assert parity.compare("annotated", reference, batch, **hints).passed
 
 
+@pytest.mark.slow
 def test_active_dropout_is_noted():
     reference, hints, batch = published("tunz")
     original = reference.encoder.layers[0].ffn.forward
@@ -146,6 +151,7 @@ def test_active_dropout_is_noted():
     assert any("differ between two runs on the same batch" in note for note in report.notes)
 
 
+@pytest.mark.slow
 def test_frozen_parameters_are_noted():
     reference, hints, batch = published("annotated")
     reference.encoder.layers[0].self_attn.requires_grad_(False)

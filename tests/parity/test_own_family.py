@@ -48,6 +48,7 @@ def test_there_and_back_every_byte_is_the_same(suffix, tmp_path):
     assert all(checkpoint_files.identical(found[name], state[name]) for name in state)
 
 
+@pytest.mark.slow
 def test_every_value_and_gradient_equals_ours():
     report = compared(module())
     assert report.passed, report.first_divergence

@@ -12,6 +12,7 @@ from flaxformer_mt.errors import UserError
 from flaxformer_mt.parity.references.common import join_heads, split_heads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", others_are_slow([1, 2], [2]))
 @pytest.mark.parametrize("kind", others_are_slow(["sinusoidal", "rotary", "alibi"], ["rotary"]))
 def test_every_value_loss_and_gradient(kind, groups):

@@ -48,6 +48,7 @@ def assert_xavier_uniform(matrix: np.ndarray) -> None:
     np.testing.assert_allclose(found, 2 * quantiles - 1, atol=0.05)
 
 
+@pytest.mark.slow
 def test_the_deprecated_initializer_of_annotated_wide_heads_is_ours():
     """The published `xavier_uniform`, without underscore, is an old name of `xavier_uniform_`."""
     published = torch.zeros(80, 120)

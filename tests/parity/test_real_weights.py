@@ -215,6 +215,7 @@ def test_a_greedy_loop_in_pytorch_finds_the_same(model):
     np.testing.assert_array_equal(tokens[:, 1 : length + 1], model.targets)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("float64")
 def test_logits_equal_those_of_pytorch_in_float64(model):
     double = {name: tensor.double() for name, tensor in model.reference.state_dict().items()}

@@ -167,22 +167,35 @@ def test_equals_the_reference(name):
     close(maps, jax.tree.map(np.float32, exact_maps), atol=max(1e-6, 2 * rounding))
 
 
-class CompilationTest(chex.TestCase):
-    """Compiled or not, the logits are those of the reference."""
+def check_logits(compile_or_not: Any) -> None:
+    variant = VARIANTS["tunz"]
+    reference = variant.build()
+    config, params = interop.load(variant.family, reference.state_dict(), **variant.hints)
+    source, target, _, _, real = batch_of(variant, config)
+    real = real[:, :, None]
+    with torch.no_grad():
+        expected = reference(torch.tensor(source), torch.tensor(target)).numpy()
+    apply = compile_or_not(Transformer(config).apply)
+    variables = {"params": jax.tree.map(jnp.asarray, params)}
+    logits = np.asarray(apply(variables, jnp.int32(source), jnp.int32(target)))
+    chex.assert_trees_all_close(logits * real, expected * real, rtol=0, atol=2e-5)
 
-    @chex.variants(with_jit=True, without_jit=True)
+
+class CompilationTest(chex.TestCase):
+    """Compiled, the logits are those of the reference."""
+
+    @chex.variants(with_jit=True)
     def test_logits(self):
-        variant = VARIANTS["tunz"]
-        reference = variant.build()
-        config, params = interop.load(variant.family, reference.state_dict(), **variant.hints)
-        source, target, _, _, real = batch_of(variant, config)
-        real = real[:, :, None]
-        with torch.no_grad():
-            expected = reference(torch.tensor(source), torch.tensor(target)).numpy()
-        apply = self.variant(Transformer(config).apply)
-        variables = {"params": jax.tree.map(jnp.asarray, params)}
-        logits = np.asarray(apply(variables, jnp.int32(source), jnp.int32(target)))
-        chex.assert_trees_all_close(logits * real, expected * real, rtol=0, atol=2e-5)
+        check_logits(self.variant)
+
+
+@pytest.mark.slow  # Other tests evaluate single modules operation by operation.
+class NoCompilationTest(chex.TestCase):
+    """So are they operation by operation."""
+
+    @chex.variants(without_jit=True)
+    def test_logits(self):
+        check_logits(self.variant)
 
 
 def folded(state: dict[str, Any], name: str, num_heads: int) -> tuple[jax.Array, jax.Array]:

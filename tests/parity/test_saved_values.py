@@ -110,6 +110,7 @@ FIRST_WRONG = {tuple(wrong): wrong for family in reversed(WRONG) for wrong in WR
 
 
 # By default, each setting is wrong in one family.
+@pytest.mark.slow_except("opennmt-settings16", "torch-settings8", "jadore801120-settings0")
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
@@ -142,6 +143,7 @@ def test_a_number_of_heads_that_does_not_divide_the_width_is_found(saved):
     assert (found.name, found.theirs) == ("num_heads", 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
@@ -190,6 +192,7 @@ def test_every_wrong_setting_has_exit_code_1(command, family):
         assert f"settings differ ({name})" in out
 
 
+@pytest.mark.slow
 def test_without_saved_values_the_report_says_what_it_rests_on(command):
     code, out, _ = command("jadore801120", {"scale_logits": False}, with_values=False)
     assert code == 0
@@ -210,6 +213,7 @@ def test_a_checkpoint_that_contradicts_a_setting_is_believed():
     ]
 
 
+@pytest.mark.slow
 def test_tables_are_exact_on_request(command):
     code, out, _ = command("jadore801120", {}, "--tables", "exact")
     assert code == 1  # The program that saved the values had tables that were rounded to float32.

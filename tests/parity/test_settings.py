@@ -59,6 +59,7 @@ def opennmt():
     return parts | {"opt": argparse.Namespace(**options)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("published", others_are_slow([jadore801120, fairseq, opennmt], [opennmt]))
 def test_what_a_checkpoint_says_of_itself_reaches_both_sides(published, tmp_path):
     path = tmp_path / "published.pt"
@@ -116,6 +117,7 @@ def test_special_tokens_that_collide_or_do_not_exist_are_named(family, settings,
         check_family(family, **settings)
 
 
+@pytest.mark.slow_except("opennmt")
 @pytest.mark.parametrize(
     "family",
     others_are_slow(
@@ -135,6 +137,7 @@ def test_special_tokens_of_a_module_are_checked_too():
         compare("annotated", module, tokens, num_heads=4, pad_id=1)
 
 
+@pytest.mark.slow
 def test_wrong_heads_and_padding_of_a_module_are_named():
     module = Variant("torch", ONE_LAYER).build("float64")
     wrong = {"num_heads": 2, "pad_id": 5}
@@ -168,6 +171,7 @@ def test_shapes_that_do_not_fit_are_said():
     assert report.diagnosis is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -179,6 +183,7 @@ def test_t5_scales_its_logits_as_the_settings_say(settings):
     assert check_family("t5", **ONE_LAYER, **settings).passed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", others_are_slow(["torch", "annotated"], ["torch"]))
 @pytest.mark.parametrize(
     "tie_embeddings", others_are_slow(["all", "source_target", "target_output"], ["all"])

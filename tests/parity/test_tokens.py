@@ -43,6 +43,7 @@ def test_targets_may_be_padded_on_the_left():
     assert outputs([[5, 2]], [[0, 1, 5]], **STARTS["start"]) == [[1, 5, 2]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["annotated_1000", pytest.param("jadore801120_prj_all", marks=pytest.mark.slow)],

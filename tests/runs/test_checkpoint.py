@@ -1,5 +1,6 @@
 """Checkpoints: bit-exact round trips, retention, other devices, missing and damaged ones."""
 
+import collections
 import dataclasses
 import errno
 import json
@@ -23,7 +24,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from flaxformer_mt import input_files
 from flaxformer_mt.config import OptimizerConfig
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.runs import step_folders
+from flaxformer_mt.runs import manifest, step_folders
 from flaxformer_mt.runs.checkpoint import (
     Checkpoints,
     restore_params,
@@ -158,6 +159,7 @@ def test_the_memory_of_a_saved_state_may_be_used_again(tmp_path):
     np.testing.assert_array_equal(restore_params(tmp_path)[1]["layers"]["kernel"], expected)
 
 
+@pytest.mark.slow_except("bleu-values1-1", "loss-values0-2")
 @pytest.mark.parametrize(
     ("metric", "values", "best"),
     [
@@ -408,6 +410,23 @@ def test_a_damaged_earlier_checkpoint_is_not_kept_as_the_best(tmp_path):
     assert len(lines) == 1
     assert entries(tmp_path) == ["1.damaged", "2", "4"]
     assert restore_params(tmp_path, "best")[0] == 2
+
+
+def test_a_start_hashes_only_the_checkpoint_that_it_continues_from(copy, monkeypatch):
+    hashed = collections.Counter()
+    difference = manifest.difference
+
+    def counted(path, entry, name):
+        hashed[path.relative_to(copy / "checkpoints").parts[0]] += name.startswith("params")
+        return difference(path, entry, name)
+
+    monkeypatch.setattr(manifest, "difference", counted)
+    with Checkpoints(copy, keep_last=2, keep_best=0) as checkpointer:
+        assert +hashed == {"3": hashed["3"]}
+        checkpointer.save(4, make_state(4))
+        checkpointer.save(5, make_state(5))
+    assert +hashed == {"3": hashed["3"]}
+    assert entries(copy) == ["4", "5"]
 
 
 def test_when_all_checkpoints_are_damaged_a_run_begins_again(copy):

@@ -56,6 +56,7 @@ def test_two_processes(tmp_path):
     assert not (tmp_path / "shared").exists()
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_not_shared(tmp_path):
     (first, _), codes = run_two([tmp_path / "one", tmp_path / "other"])
     assert codes == [1, 1]

@@ -50,6 +50,7 @@ def test_sentence_longer_than_the_row_as_error(refused):
     assert "pairs are longer than" in error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["drop", pytest.param("truncate", marks=pytest.mark.slow)])
 def test_sentences_longer_than_the_row_are_counted(text, tmp_path, capsys, policy):
     arguments = flags(
@@ -154,6 +155,7 @@ def test_a_folder_that_cannot_be_written(refuse, text, workdir, options):
 
 
 # The other kinds are decided by tests/training/test_checkpoint.py.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "damage",
     [

@@ -82,6 +82,7 @@ def test_a_published_model_is_trained_further(published, text, tmp_path):
     assert [*own, ours.config.model.eos_id] == expected
 
 
+@pytest.mark.slow
 def test_validation_translates_into_the_languages_of_the_references(monkeypatch, tmp_path):
     published, run, folder = (tmp_path / name for name in ("published", "run", "text"))
     texts = {"eng_Latn": "four dogs bark", "deu_Latn": "vier Hunde bellen jetzt"}

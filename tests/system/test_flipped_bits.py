@@ -122,6 +122,7 @@ PARTS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize(
     ("patterns", "count"),

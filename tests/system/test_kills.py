@@ -17,12 +17,12 @@ import time
 import chex
 import orbax.checkpoint as ocp
 import pytest
-from small_runs import TINY_MODEL, xla_flags
 
 from flaxformer_mt.exit_codes import ExitCode
 from flaxformer_mt.runs.checkpoint import whole_checkpoints
 from flaxformer_mt.runs.metrics_file import read_metrics
 from flaxformer_mt.training.reporting.metrics import MEASUREMENTS
+from tests.system.small_runs import TINY_MODEL, xla_flags
 
 # Orbax reads arrays here without being told where to put them.
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")

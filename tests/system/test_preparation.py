@@ -34,6 +34,7 @@ def plain(text, tmp_path_factory):
     return workdir
 
 
+@pytest.mark.slow
 def test_processes_make_the_same_run(plain, text, tmp_path, capsys):
     workdir = tmp_path / "run"
     assert main([*arguments(text, workdir), "--num-workers=2"]) == 0
@@ -46,6 +47,7 @@ def test_processes_make_the_same_run(plain, text, tmp_path, capsys):
         assert (workdir / name).read_bytes() == (plain / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_shards_are_joined_by_training(plain, text, tmp_path, monkeypatch):
     workdir = tmp_path / "run"
     for shard in ("1/3", "2/3", "0/3"):

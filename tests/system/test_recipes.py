@@ -58,6 +58,7 @@ def test_a_data_set_of_tensorflow_datasets(data_set_flags, tmp_path):
     assert np.isfinite(losses(tmp_path / "run")).all()
 
 
+@pytest.mark.slow
 def test_several_corpora_with_tags(text, tmp_path, monkeypatch):
     # What a configuration file would say.
     corpora = (
@@ -107,6 +108,7 @@ def test_buckets_compile_each_shape_once(text, tmp_path):
     assert last["compilations"] == 2
 
 
+@pytest.mark.slow
 def test_a_language_model_needs_one_language(text, tmp_path):
     copy = tmp_path / "text"
     copy.mkdir()

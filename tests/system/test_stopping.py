@@ -118,6 +118,7 @@ def test_at_start_up_and_later(start, tmp_path, seconds, program):
     assert "the same command continues" in log(tmp_path)
 
 
+@pytest.mark.slow
 def test_while_compiling(start, tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "false")
     process = start(
@@ -130,6 +131,7 @@ def test_while_compiling(start, tmp_path, monkeypatch):
     assert "stopped by SIGTERM; the same command continues" in log(tmp_path)
 
 
+@pytest.mark.slow
 def test_while_training(start, tmp_path):
     process = start("--train.num-steps=100000", program="flaxformer-mt train")
     wait_until(process, lambda: "step 2/" in log(tmp_path), tmp_path)

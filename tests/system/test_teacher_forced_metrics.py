@@ -10,6 +10,7 @@ from flaxformer_mt.cli import training
 from flaxformer_mt.decoding.scoring.teacher_forcing import predict_tokens
 
 
+@pytest.mark.slow
 def test_a_validation_reports_the_metrics_that_are_asked_for(text, tmp_path):
     options = ["--train.teacher-forced-metrics", "seq2seq_acc", "teacher_forced_bleu"]
     config = training.parse_flags(flags(text, tmp_path, *options)).experiment()

@@ -49,6 +49,7 @@ def test_a_run_folder_is_all_that_a_model_needs(finished, text, tmp_path):
     assert len(Translator.from_run(moved).translate(["three", "", "two hundred"])) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(finished, text, tmp_path, stop):
     workdir = tmp_path / "run"

@@ -46,6 +46,7 @@ def on_one():
     return functools.cache(results)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "parts"),
     [
@@ -100,6 +101,7 @@ def test_gathered_parameters_are_whole_on_one_device(setup, mesh):
     chex.assert_trees_all_equal(jax.device_get(single), jax.device_get(params))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", [pytest.param({}, marks=SLOW), {"fsdp": 2, "tensor": 2}])
 def test_a_created_state_is_the_placed_one(setup, parallel):
     tiny = setup.of(num_devices=8, parallel=parallel, ema_decay=0.9)
@@ -131,6 +133,7 @@ def test_a_step_donates_the_placed_state_and_nothing_else(setup, strategy):
     chex.assert_trees_all_equal(jax.device_get(given), before)
 
 
+@pytest.mark.slow_except("mesh")
 @pytest.mark.parametrize("strategy", ["mesh", "pmap"])
 def test_validation_agrees_with_one_device(setup, strategy):
     one, eight = (
@@ -165,6 +168,7 @@ def test_a_state_continues_on_fewer_devices(setup, on_one, meshes):
     np.testing.assert_allclose(jax.device_get(losses), expected[: len(losses)], atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow_except("pmap")
 @pytest.mark.parametrize("strategy", ["mesh", "pmap"])
 def test_as_many_compilations_as_declared_shapes_and_no_more(setup, strategy):
     tiny = setup.of(strategy, 2, bigram=True)
@@ -193,6 +197,7 @@ def test_as_many_compilations_as_declared_shapes_and_no_more(setup, strategy):
         monitoring.clear_event_listeners()
 
 
+@pytest.mark.slow
 def test_a_known_shape_may_be_compiled_again(setup):
     """For parameters of another dtype, or because JAX dropped what it had compiled."""
     tiny = setup.of(bigram=True)

@@ -29,6 +29,7 @@ def run(tiny, steps):
 # Skipping.
 
 
+@pytest.mark.slow_except("mesh")
 @pytest.mark.parametrize("strategy", ["mesh", "pmap"])
 def test_a_loss_that_is_not_finite_changes_nothing_on_any_device(setup, strategy):
     tiny = setup.of(
@@ -126,6 +127,7 @@ def test_without_an_average_the_parameters_themselves_are_evaluated(setup):
 # R-Drop.
 
 
+@pytest.mark.slow_except("1")
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_r_drop_is_the_formula_of_the_paper(setup, num_devices):
     """Equation 4 of Liang et al. 2021, written out with the same draws of dropout."""

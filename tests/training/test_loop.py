@@ -99,6 +99,7 @@ def power_cut(step, tiny):
     return batch
 
 
+@pytest.mark.slow_except("mesh")
 @pytest.mark.parametrize("strategy", ["mesh", "pmap"])
 def test_a_run_that_was_stopped_goes_on_exactly(runs, strategy):
     # With dropout and a moving average, random numbers and the average have to go on as well.

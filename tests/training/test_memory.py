@@ -76,6 +76,7 @@ def nbytes(tree):
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["mesh", pytest.param("pmap", marks=pytest.mark.slow)])
 def test_data_parallelism_adds_up_the_gradients(setup, strategy):
     tiny = setup.of(strategy, 8)
@@ -109,6 +110,7 @@ def test_a_loss_in_parts_adds_up_its_gradient_once(setup):
     assert many.total_sent < 1.01 * few.total_sent
 
 
+@pytest.mark.slow
 def test_cutting_parameters_costs_communication_and_saves_memory(setup):
     data, fsdp = cost(setup, "mesh", 8), cost(setup, "mesh", 8, parallel={"fsdp": 8})
     assert fsdp.parameters < data.parameters / 3

@@ -27,6 +27,7 @@ def steps_of(events):
     return [event["args"]["step_num"] for event in events if event.get("name") == "train"]
 
 
+@pytest.mark.slow
 def test_a_trace_names_the_modules_of_its_steps(setup, tmp_path):
     run = Run(setup.of(), tmp_path)
     run(profile_steps="2:6", evaluate=lambda params, step: {"loss": 1.0})

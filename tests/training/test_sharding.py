@@ -306,6 +306,7 @@ def test_gradients_of_query_key_and_value_are_added_up_before_they_are_sent():
     np.testing.assert_allclose(step(x)[0], gradient_of(x), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_compile_step_sends_matrices_where_plain_jit_sends_the_vectors_of_all_rows():
     """For the step of a script, too: the rules of activations are part of `compile_step`."""
     config = TransformerConfig(

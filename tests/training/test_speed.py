@@ -75,6 +75,7 @@ def test_flops_are_those_of_the_products(options):
     assert training_flops(model, work) == expected
 
 
+@pytest.mark.slow_except("False")
 @pytest.mark.parametrize("has_inputs", [True, False])
 def test_the_step_counts_the_sentences_of_a_batch(setup, has_inputs):
     tiny = setup.of(bigram=True, accumulation_steps=2, model={"has_inputs": has_inputs})
@@ -100,6 +101,7 @@ def test_frozen_parameters_are_not_counted_as_trained(setup):
     assert "flops_per_target_token" not in metrics
 
 
+@pytest.mark.slow
 def test_two_passes_of_r_drop_are_counted_twice(setup):
     once, twice = (
         setup.of(bigram=True, r_drop=weight, model={"dropout_rate": 0.1}) for weight in (0.0, 1.0)

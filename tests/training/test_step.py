@@ -32,6 +32,7 @@ def mean_loss(model, params, batch):
     return jnp.sum(losses * weights) / jnp.sum(weights)
 
 
+@pytest.mark.slow_except("16")
 @pytest.mark.parametrize("parts", [1, pytest.param(4, marks=pytest.mark.slow), 16])
 def test_parts_of_uneven_size_have_the_gradient_of_one_big_batch(setup, parts):
     """One that takes the mean of the parts' means instead is off by far more than rounding."""
@@ -118,6 +119,7 @@ def test_the_generator_of_the_device_drops_other_units_as_reproducibly(setup):
     assert loss("rbg") != loss("threefry")
 
 
+@pytest.mark.slow_except("split1")
 @pytest.mark.parametrize("split", [{"accumulation_steps": 2}, {"num_devices": 2}])
 def test_parts_and_devices_drop_different_units(setup, split):
     """Where all rows are equal, two halves have the same loss only by the same dropout."""
@@ -144,6 +146,7 @@ def test_validation_has_no_dropout_and_knows_the_cross_entropy(setup):
     assert metrics["cross_entropy"][1] == tokens
 
 
+@pytest.mark.slow
 def test_a_language_model_needs_no_source(setup):
     tiny = setup.of(model={"has_inputs": False}, accumulation_steps=2)
     params, batch = tiny.state().params, tiny.batch(0)
@@ -158,6 +161,7 @@ def test_a_language_model_needs_no_source(setup):
     assert metrics["padding_fraction"][1] == batch.decoder_segment_ids.size
 
 
+@pytest.mark.slow
 def test_bfloat16_computes_nearly_the_same_and_stores_float32(setup):
     wide, narrow = setup.of(), setup.of(model={"dtype": "bfloat16"})
     state, batch = wide.state(), wide.batch(0)

@@ -180,6 +180,7 @@ def after_steps(tiny, count, state=None):
     return state
 
 
+@pytest.mark.slow_except("mesh-2")
 @pytest.mark.parametrize(("strategy", "num_devices"), [("mesh", 1), ("mesh", 2), ("pmap", 2)])
 def test_with_its_moments_a_run_goes_on_as_if_it_had_not_ended(
     setup, tmp_path, strategy, num_devices

@@ -24,6 +24,7 @@ from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import (
 )
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.input_files import MAX_MODEL_BYTES, read_bytes
+from flaxformer_mt.remote.copies import local_list
 from flaxformer_mt.runs import atomic
 
 MAX_TRAINING_PAIRS = 1_000_000
@@ -150,6 +151,7 @@ class Tokenizers:
     @classmethod
     def _of_path(cls, path: str) -> "Tokenizers":
         """Loads a run folder, a folder for `load`, or one or two SentencePiece models."""
+        path = local_list(path)
         given = Path(path)
         if given.is_dir():
             folder = given / "tokenizer" if (given / "tokenizer").is_dir() else given

@@ -1,0 +1,69 @@
+import logging
+import shutil
+import socket
+import uuid
+
+import pytest
+
+from flaxformer_mt.remote import copies
+
+
+@pytest.fixture(scope="session")
+def s3_server():
+    """Returns the URL of a server with the interface of S3 that runs in this process."""
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = pytest.importorskip("moto.server")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    running = server.ThreadedMotoServer("127.0.0.1", port, verbose=False)
+    running.start()
+    yield f"http://127.0.0.1:{port}"
+    running.stop()
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    """Gives each test a cache folder of its own, as on a machine that has seen nothing."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    yield
+    forget_copies()
+
+
+def forget_copies():
+    """Does what the end of a process does."""
+    copies._open.close()
+    copies._copies.clear()
+
+
+@pytest.fixture(params=["s3", "file"])
+def store_url(request, tmp_path, monkeypatch):
+    """Returns the URL of an empty folder of a store: of S3, and of a file system."""
+    if request.param == "file":
+        return f"file://{tmp_path}/remote/folder"
+    return request.getfixturevalue("s3_url")
+
+
+@pytest.fixture
+def s3_url(s3_server, monkeypatch):
+    """Returns the URL of an empty folder of S3."""
+    import fsspec
+
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    bucket = f"bucket-{uuid.uuid4().hex}"
+    fsspec.filesystem("s3").mkdir(bucket)
+    return f"s3://{bucket}/folder"
+
+
+@pytest.fixture
+def uploaded_run(trained_run, s3_url, tmp_path):
+    """Returns the URL of a trained run, and a local folder of the same."""
+    folder = tmp_path / "local" / "folder"
+    shutil.copytree(trained_run, folder)
+    with copies.new_copy(s3_url) as copy:
+        shutil.copytree(trained_run, copy.local)
+        copy.upload()
+    return s3_url, folder
