@@ -53,7 +53,7 @@ class Sentences:
     @classmethod
     def join_spans(cls, spans: Sequence[tuple["Sentences", int, int]]) -> "Sentences":
         """Concatenates spans of ragged arrays, from the first sentence to before the last."""
-        tokens = [each.tokens[each.offsets[a] : each.offsets[b]] for each, a, b in spans]
+        tokens = [each.tokens[each.offsets.item(a) : each.offsets.item(b)] for each, a, b in spans]
         offsets = [each.offsets[a : b + 1] for each, a, b in spans]
         # One call for all rows of a batch: the differences between spans are no lengths.
         seams = np.cumsum([len(each) for each in offsets])[:-1] - 1
