@@ -1,17 +1,18 @@
 """Measures the training stream: tokens per second of one core that plans and reads batches.
 
-    python benchmarks/stream.py [--pairs 4000000] [--case NAME ...] [--json FILE]
+    python benchmarks/stream.py [--pairs 4000000] [--case NAME ...] [--workers N ...] [--json FILE]
 
 A store of synthetic pairs is written to a temporary folder and memory-mapped, as in training. Each
 case runs in a process of its own, on one core where the system can pin it, after a warm-up. Printed
 are source and target tokens per second, padding left out; the fraction of positions that have a
-token; the seconds from the opened store to the first batch; and the peak memory.
+token; the seconds from the opened store to the first batch; and the peak memory. With workers, the
+process is not pinned, reads ahead, and its time and memory are without theirs.
 
 Cases: packed, buckets and mixture (of two corpora) are a single process that reads whole batches;
-of8 and of64 one of so many processes; sampling has BPE-dropout of the sources; cold drops the store
-from the page cache first, where the system allows it. bound is NumPy that packs pairs in the order
-of the store into rows that were planned before, by next-fit. grain, if it is installed, shuffles
-pairs of the same arrays and packs them by its first-fit.
+of8 and of64 one of so many processes; bpe and unigram sample the subwords of the sources; cold
+drops the store from the page cache first, where the system allows it. bound is NumPy that packs
+pairs in the order of the store into rows that were planned before, by next-fit. grain, if it is
+installed, shuffles pairs of the same arrays and packs them by its first-fit.
 """
 
 import argparse
@@ -33,8 +34,9 @@ import numpy as np
 LENGTH, MEAN = 64, 26
 SECONDS = 8.0
 CASES = (
-    "bound", "packed", "of8", "of64", "buckets", "mixture", "sampling", "cold", "grain",
+    "bound", "packed", "of8", "of64", "buckets", "mixture", "bpe", "unigram", "cold", "grain",
 )  # fmt: skip
+SAMPLING = ("bpe", "unigram")
 
 
 def write(folder: Path, pairs: int, with_texts: bool) -> None:
@@ -50,8 +52,9 @@ def write(folder: Path, pairs: int, with_texts: bool) -> None:
 
 
 def write_texts(folder: Path, lengths: np.ndarray, random: np.random.Generator) -> None:
-    """Writes sentences of words whose frequencies follow Zipf's law, and a BPE model of them."""
-    import sentencepiece
+    """Writes sentences of words whose frequencies follow Zipf's law, and vocabularies of them."""
+    from flaxformer_mt.config import DataConfig
+    from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import train_sentencepiece
 
     syllables = [a + b for a in "bdfgklmnprstvz" for b in "aeiou"]
     words = [
@@ -63,27 +66,23 @@ def write_texts(folder: Path, lengths: np.ndarray, random: np.random.Generator) 
     for length in (lengths // 2).tolist():  # About two pieces per word.
         texts.append(" ".join(drawn[first : first + length]))
         first += length
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(texts[:50_000]), model_prefix=str(folder / "bpe"), model_type="bpe",
-        vocab_size=8000, character_coverage=1.0, minloglevel=2,
-    )  # fmt: skip
+    for kind in ("bpe", "unigram"):
+        data = DataConfig(tokenizer=kind, vocab_size=8000)
+        model = train_sentencepiece(texts[:50_000], data).model
+        (folder / f"{kind}.model").write_bytes(model or b"")
     encoded = [text.encode() for text in texts]
     np.cumsum([0, *map(len, encoded)]).tofile(folder / "text.offsets")
     (folder / "text.bytes").write_bytes(b"".join(encoded))
 
 
-class Sampler:
-    """The part of a tokenizer that the stream uses."""
+def vocabulary(case: str, folder: Path) -> Any:
+    """Returns the vocabulary that a case samples from, or None."""
+    from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 
-    def __init__(self, folder: Path):
-        from flaxformer_mt.data.tokenizers import sentencepiece_model
-
-        model = sentencepiece_model.open_model((folder / "bpe.model").read_bytes(), "bpe")
-        self.sample = sentencepiece_model.TextSampler(model).sample
-
-    def with_source_end(self, tokens: list[int]) -> list[int]:
-        """Appends the end token."""
-        return [*tokens, 2]
+    if case not in SAMPLING:
+        return None
+    kind = "unigram" if case == "unigram" else "bpe"
+    return SentencePieceTokenizer((folder / f"{kind}.model").read_bytes())
 
 
 def opened(folder: Path, with_texts: bool = False) -> Any:
@@ -116,7 +115,7 @@ def sub_corpus(corpus: Any, first: int, last: int) -> Any:
     return dataclasses.replace(corpus, sources=sources, targets=targets)
 
 
-def our_batches(case: str, folder: Path) -> Iterator[tuple[int, int]]:
+def our_batches(case: str, folder: Path, workers: int) -> Iterator[tuple[int, int]]:
     """Yields the numbers of tokens and of positions in the batches of one process."""
     from flaxformer_mt.config import DataConfig, ExperimentConfig, TrainConfig
     from flaxformer_mt.data.stream.batches import Shard
@@ -128,27 +127,33 @@ def our_batches(case: str, folder: Path) -> Iterator[tuple[int, int]]:
         target_row_length=LENGTH,
         batching="buckets" if case == "buckets" else "packed",
         bucket_lengths=(16, 32, 48, LENGTH),
-        subword_sampling=0.1 if case == "sampling" else 0,
+        subword_sampling=0.1 if case in SAMPLING else 0,
+        workers=workers,
     )
     # 256 rows for each process, 16,384 target positions.
     train = TrainConfig(batch_tokens=256 * LENGTH * processes)
-    corpus = opened(folder, case == "sampling")
+    corpus = opened(folder, case in SAMPLING)
     corpora = [corpus]
     if case == "mixture":
         middle = len(corpus.targets) // 3
         corpora = [sub_corpus(corpus, 0, middle), sub_corpus(corpus, middle, len(corpus.targets))]
-    sampler: Any = Sampler(folder) if case == "sampling" else None
+    sampler = vocabulary(case, folder)
     stream = TrainingStream(corpora, ExperimentConfig(data=data, train=train), sampler)
+    shard = Shard(0, processes)
+    if workers:
+        with stream.prefetched(shard, lambda batch: batch, stream.start) as batches:
+            for batch, _ in batches:
+                yield counted(batch)
     position = stream.start
     while True:
-        batch, position = stream.read(position, Shard(0, processes))
+        batch, position = stream.read(position, shard)
         yield counted(batch)
 
 
 def bound_batches(folder: Path) -> Iterator[tuple[int, int]]:
     from flaxformer_mt.config import TransformerConfig
     from flaxformer_mt.data.stream.batches import BatchShape, packed_batch
-    from flaxformer_mt.data.stream.packing import TokenPairs
+    from flaxformer_mt.data.stream.packing import Sentences, TokenPairs
 
     corpus, model = opened(folder), TransformerConfig()
     sides = corpus.sources, corpus.targets
@@ -164,7 +169,7 @@ def bound_batches(folder: Path) -> Iterator[tuple[int, int]]:
         plans.append((first, ends, np.array(counts)))
         first = ends
     for first, last, counts in itertools.cycle(plans):
-        pairs = TokenPairs(*(side.span(first, last) for side in sides))
+        pairs = TokenPairs(*(Sentences.join_spans([(side, first, last)]) for side in sides))
         yield counted(packed_batch(pairs, counts, BatchShape(256, LENGTH, LENGTH), model))
 
 
@@ -204,15 +209,15 @@ def drop_pages(folder: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def measure(case: str, folder: Path) -> dict[str, float]:
-    if hasattr(os, "sched_setaffinity"):
+def measure(case: str, folder: Path, workers: int) -> dict[str, float]:
+    if hasattr(os, "sched_setaffinity") and not workers:
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     import flaxformer_mt.data.stream.training_stream  # noqa: F401  (not part of the time)
 
     special: dict[str, Callable[[Path], Iterator[tuple[int, int]]]]
     special = {"bound": bound_batches, "grain": grain_batches}
     start = time.perf_counter()
-    batches = special[case](folder) if case in special else our_batches(case, folder)
+    batches = special[case](folder) if case in special else our_batches(case, folder, workers)
     next(batches)
     seconds_to_first = time.perf_counter() - start
     if case != "cold":
@@ -240,30 +245,32 @@ def main() -> None:
     )
     parser.add_argument("--pairs", type=int, default=4_000_000)
     parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--workers", type=int, nargs="+", default=[0], help="data.workers")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     arguments = parser.parse_args()
     results = {}
     with tempfile.TemporaryDirectory() as name:
         folders = {False: Path(name, "tokens"), True: Path(name, "texts")}
         for with_texts, folder in folders.items():
-            if (with_texts and "sampling" in arguments.case) or not with_texts:
+            if (with_texts and {*SAMPLING} & {*arguments.case}) or not with_texts:
                 folder.mkdir()
                 pairs = min(arguments.pairs, 10**6) if with_texts else arguments.pairs
                 # In a process of its own: peak memory is inherited.
                 with multiprocessing.get_context("spawn").Pool(1) as pool:
                     pool.apply(write, (folder, pairs, with_texts))
-        for case in arguments.case:
-            folder = folders[case == "sampling"]
+        for case, workers in itertools.product(arguments.case, arguments.workers):
+            name = f"{case}, {workers} workers"
+            folder = folders[case in SAMPLING]
             if case == "cold":
                 drop_pages(folder)
             try:
                 with multiprocessing.get_context("spawn").Pool(1) as pool:
-                    results[case] = pool.apply(measure, (case, folder))
+                    results[name] = pool.apply(measure, (case, folder, workers))
             except ImportError as error:
-                print(f"{case:10}{error}", file=sys.stderr)
+                print(f"{name:20}{error}", file=sys.stderr)
                 continue
-            values = "  ".join(f"{key}={value:,.3g}" for key, value in results[case].items())
-            print(f"{case:10}{values}", flush=True)
+            values = "  ".join(f"{key}={value:,.3g}" for key, value in results[name].items())
+            print(f"{name:20}{values}", flush=True)
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=2) + "\n")
 

@@ -229,6 +229,7 @@ CONTINUABLE = {
         "near_duplicates",
         "order",
         "path",
+        "workers",
     },
     "model": {"remat"},
     "optimizer": set(),

@@ -125,7 +125,7 @@ ONLY_IN = {
     },
     "py3langid": {"data.corpora.languages"},
     "datasets": {"data.corpora.arrow_reader"},
-    "numba": {"data.stream.packing"},
+    "numba": {"data.machine_code"},
     "pyarrow": {"data.corpora.arrow_reader"},
     "tensorflow_datasets": {"data.corpora.tfds_reader"},
     "array_record": {"data.corpora.tfds_reader", "data.corpora.tfds_builder"},

@@ -219,6 +219,11 @@ class DataConfig(_WithColumns):
     0 = the length that fills source rows as well as target rows."""
     target_row_length: int = option(64, FieldRole.ROWS, lowest=2, limit=MAX_WIDTH)
     """T: tokens per packed target row; also the longest target sentence, end token included."""
+    workers: int = option(-1, FieldRole.RUNNING, lowest=0, also=-1, limit=1024)
+    """Processes besides this one that prepare batches. -1 = up to 8 where training is on
+    accelerators, the data are large (131,072 pairs with data.subword_sampling, 4,194,304 without),
+    and this process may use more than two cores; 0 = none: a thread does. The batches are the same
+    with any number. Other numbers than 0 need Linux."""
     long_sentences: Literal["drop", "truncate", "error"] = option("drop", FieldRole.ROWS)
     """What happens to training pairs longer than a row; their number is reported."""
 

@@ -129,14 +129,17 @@ def packed(
       cache: a folder for the tokens, which are memory-mapped; they are used again as long as text,
         vocabulary and filters do not change. By default they are temporary files.
       options: further options, as of `data` in a configuration: `batching="buckets"` with
-        `bucket_lengths`, `mixture_temperature`, `subword_sampling`, `long_sentences`, and filters
-        such as `max_words`, `max_length_ratio` and `drop_duplicates`.
+        `bucket_lengths`, `mixture_temperature`, `subword_sampling`, `long_sentences`, `workers`
+        (by default 0 without `cache`), and filters such as `max_words`, `max_length_ratio` and
+        `drop_duplicates`.
 
     Raises:
       TypeError: there is no such option.
       UserError: the text cannot be read, or no pair fits into a row.
     """
     source_length, target_length = (length, length) if isinstance(length, int) else length
+    if cache is None:  # Workers would need the temporary files in memory.
+        options = {"workers": 0, **options}
     data = DataConfig(source_row_length=source_length, target_row_length=target_length, **options)
     _, longest = data.row_lengths
     experiment = ExperimentConfig(

@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from flaxformer_mt.config import DataConfig
@@ -41,6 +42,24 @@ def test_frequency_of_dropped_merges():
         "a+b+c": 0.25 * 0.25,
     }
     assert found == pytest.approx(wanted, abs=0.01)
+
+
+@pytest.mark.parametrize("amount", [1e-9, 0.05, 0.3, 0.9, 1.0])
+def test_machine_code_draws_the_same(amount):
+    """Also with pieces of equal ranks, and words that are not sampled."""
+    pytest.importorskip("numba")
+    random = np.random.default_rng(0)
+    pieces = sorted({*"abc", *("".join(random.choice([*"abc"], n)) for n in [2, 3, 4, 5] * 20)})
+    ids = {piece: int(token) for token, piece in enumerate(pieces)}
+    ranks = {piece: float(random.integers(30)) for piece in pieces if len(piece) > 1}
+    compiled, plain = (BpeDropout(ranks, ids, fallback, ["cab"], "a") for _ in range(2))
+    assert compiled._resplit is not None
+    plain._resplit = None
+    lengths = random.integers(0, 30, 500).tolist()
+    words = ["".join(random.choice([*"abcX"], n, p=[0.33, 0.33, 0.33, 0.01])) for n in lengths]
+    for seed in (0, 1, 2**32 - 1):
+        assert compiled.sample(words, seed, amount) == plain.sample(words, seed, amount)
+    assert compiled.sample([], 0, amount) == plain.sample([], 0, amount) == []
 
 
 def test_characters_remain_when_every_merge_is_dropped():

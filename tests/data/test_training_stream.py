@@ -21,6 +21,7 @@ from flaxformer_mt.config import (
 )
 from flaxformer_mt.data.stream import mixture
 from flaxformer_mt.data.stream.batches import BatchShape, DataPosition, Shard
+from flaxformer_mt.data.stream.blocks import BlockMaker
 from flaxformer_mt.data.stream.packing import Sentences
 from flaxformer_mt.data.stream.training_stream import TrainingStream, choose_source_row_length
 from flaxformer_mt.data.tokenizers.base import Tokenizer
@@ -381,13 +382,13 @@ def gathered(positions):
 def test_each_of_64_processes_plans_a_64th(many_streams, monkeypatch):
     corpus, setting = random_pairs(2100), config(rows=256)
     planned = []
-    make_block = TrainingStream._make_block
+    make_block = BlockMaker.make
 
-    def note(stream, epoch, number, block):
+    def note(maker, epoch, number, block):
         planned.append((epoch, number, block))
-        return make_block(stream, epoch, number, block)
+        return make_block(maker, epoch, number, block)
 
-    monkeypatch.setattr(TrainingStream, "_make_block", note)
+    monkeypatch.setattr(BlockMaker, "make", note)
 
     def planned_by(shard):
         planned.clear()

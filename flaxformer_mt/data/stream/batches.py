@@ -18,7 +18,13 @@ from flaxformer_mt import distributed
 from flaxformer_mt.config import ExperimentConfig, TransformerConfig
 from flaxformer_mt.data.stream.encoded_corpus import EncodedCorpus
 from flaxformer_mt.data.stream.links import pack_links
-from flaxformer_mt.data.stream.packing import TokenPairs, decoder_inputs, pack, plan_rows
+from flaxformer_mt.data.stream.packing import (
+    BatchShape,
+    TokenPairs,
+    decoder_inputs,
+    pack,
+    plan_rows,
+)
 from flaxformer_mt.errors import UserError
 
 Array: TypeAlias = np.ndarray | jax.Array
@@ -56,17 +62,6 @@ class Batch:
     encoder_positions: Array | None
     decoder_positions: Array
     alignment: Array | None = None
-
-
-class BatchShape(NamedTuple):
-    """The shape of a batch, for which a training step is compiled."""
-
-    rows: int
-    """B."""
-    source_length: int
-    """S; unused by language models."""
-    target_length: int
-    """T."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -111,6 +111,7 @@ class Mixture:
         self._block_pairs = SINGLE_BLOCK_PAIRS if self.streams == 1 else BLOCK_PAIRS
         # Two epochs: blocks of the next one are planned ahead.
         self.blocks = functools.lru_cache(maxsize=2)(self._blocks)
+        self._window = functools.lru_cache(maxsize=self.streams)(self._mix_window)
         self._shuffled_epoch = functools.lru_cache(maxsize=2)(self._shuffle_epoch)
 
     def size(self, epoch: int) -> int:
@@ -127,10 +128,7 @@ class Mixture:
             return _part(self._shuffled_epoch(epoch), block, blocks)
         first = block - block % WINDOW_BLOCKS
         count = min(WINDOW_BLOCKS, blocks - first)
-        begin = first * self.streams + stream * count
-        draws = self._part_of_epoch(epoch, begin, begin + count, blocks * self.streams)
-        random = generator(self._seed, _WINDOW, epoch, stream, first)
-        return _part(random.permutation(draws), block - first, count)
+        return _part(self._window(epoch, stream, first, count), block - first, count)
 
     def sample(self, count: int) -> np.ndarray:
         """Returns the draws of the first blocks, at most `count`."""
@@ -153,6 +151,11 @@ class Mixture:
         group, row = np.divmod(np.arange(rows), rows // groups)
         turns = self.streams // groups
         return group * turns + (step * (rows // groups) + row) % turns
+
+    def _mix_window(self, epoch: int, stream: int, first: int, count: int) -> np.ndarray:
+        begin = first * self.streams + stream * count
+        draws = self._part_of_epoch(epoch, begin, begin + count, self.blocks(epoch) * self.streams)
+        return generator(self._seed, _WINDOW, epoch, stream, first).permutation(draws)
 
     def _shuffle_epoch(self, epoch: int) -> np.ndarray:
         draws = self._part_of_epoch(epoch, 0, 1, 1)

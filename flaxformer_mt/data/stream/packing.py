@@ -6,12 +6,13 @@ attention is restricted.
 """
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+
+from flaxformer_mt.data.machine_code import compiled
 
 _CANDIDATES = 16
 """Number of pairs considered for the next position. More of them fill rows better, but slower."""
@@ -50,6 +51,16 @@ class Sentences:
         return cls.of_lengths(np.concatenate([part.tokens for part in parts]), lengths)
 
     @classmethod
+    def join_spans(cls, spans: Sequence[tuple["Sentences", int, int]]) -> "Sentences":
+        """Concatenates spans of ragged arrays, from the first sentence to before the last."""
+        tokens = [each.tokens[each.offsets.item(a) : each.offsets.item(b)] for each, a, b in spans]
+        offsets = [each.offsets[a : b + 1] for each, a, b in spans]
+        # One call for all rows of a batch: the differences between spans are no lengths.
+        seams = np.cumsum([len(each) for each in offsets])[:-1] - 1
+        lengths = np.delete(np.diff(np.concatenate(offsets)), seams)
+        return cls.of_lengths(np.concatenate(tokens), lengths)
+
+    @classmethod
     def of_lengths(cls, tokens: np.ndarray, lengths: np.ndarray) -> "Sentences":
         """Divides concatenated sequences of these lengths."""
         return cls(tokens, _offsets(lengths))
@@ -65,11 +76,6 @@ class Sentences:
         """Number of tokens in each sentence, int64 [sentences]."""
         return np.diff(self.offsets)
 
-    def span(self, first: int, last: int) -> "Sentences":
-        """Returns the sentences from `first` to before `last`, without copying their tokens."""
-        offsets = self.offsets[first : last + 1]
-        return Sentences(self.tokens[offsets[0] : offsets[-1]], offsets - offsets[0])
-
     def take(self, indices: np.ndarray) -> "Sentences":
         """Copies the sentences with these indices, int [taken]."""
         starts = self.offsets[indices]
@@ -77,7 +83,9 @@ class Sentences:
         return Sentences(self.tokens[_ranges(starts, lengths)], _offsets(lengths))
 
     def truncate(self, length: int, eos_id: int) -> "Sentences":
-        """Copies all sentences, truncated to `length` tokens; an end token remains the last."""
+        """Truncates sentences to `length` tokens; an end token remains the last."""
+        if self.lengths.max(initial=0) <= length:
+            return self
         lengths = np.minimum(self.lengths, length)
         offsets = _offsets(lengths)
         tokens = self.tokens[_ranges(self.offsets[:-1], lengths)]
@@ -112,6 +120,14 @@ class TokenPairs:
     def join(parts: Sequence["TokenPairs"]) -> "TokenPairs":
         """Concatenates pairs, of which there must be at least one part."""
         return _each(lambda *sides: Sentences.join(sides), *parts)
+
+    @staticmethod
+    def join_spans(spans: Sequence[tuple["TokenPairs", int, int]]) -> "TokenPairs":
+        """Concatenates spans of pairs, from the first number to before the last."""
+        parts, firsts, lasts = zip(*spans, strict=True)
+        return _each(
+            lambda *sides: Sentences.join_spans([*zip(sides, firsts, lasts, strict=True)]), *parts
+        )
 
 
 def _each(function: Callable[..., Sentences], *parts: TokenPairs) -> TokenPairs:
@@ -204,19 +220,6 @@ def _fill_rows(
     return rows
 
 
-@functools.cache
-def _compiled_fill_rows() -> Callable[..., int] | None:
-    """Returns `_fill_rows` as machine code, or None if numba is not installed."""
-    try:
-        import numba
-    except ImportError:
-        return None
-    try:
-        return numba.njit(nogil=True, cache=True)(_fill_rows)
-    except RuntimeError:  # There is no writable folder for the machine code.
-        return numba.njit(nogil=True)(_fill_rows)
-
-
 def plan_rows(
     source_lengths: np.ndarray,
     target_lengths: np.ndarray,
@@ -232,9 +235,7 @@ def plan_rows(
     nothing of the next pairs fits, the largest pair that does is taken. A random order fills rows
     better than an order by length.
 
-    With numba, which the extras for accelerators install, this takes a fortieth of the time. It was
-    chosen over an extension in C since wheels need no compiler then, nor one wheel per platform,
-    and the code is the same with and without.
+    With numba, which the extras for accelerators install, this takes a fortieth of the time.
 
     Args:
       source_lengths: int [pairs], at most S; zeros without a source side.
@@ -254,7 +255,7 @@ def plan_rows(
     newest = np.full((int(source_lengths.max(initial=0)) + 1) * width, -1)
     arrays = [newest, *(np.zeros(len(order), np.int64) for _ in range(3))]
     arguments: list[Any] = [sizes, width, source_row_length, target_row_length, *arrays]
-    fill_rows = _compiled_fill_rows()
+    fill_rows = compiled(_fill_rows)
     if fill_rows is None:
         # Elements of lists are faster to access in Python.
         arguments = [each.tolist() if isinstance(each, np.ndarray) else each for each in arguments]
@@ -268,6 +269,17 @@ def _check_lengths(lengths: np.ndarray, row_length: int) -> None:
     longest = lengths.max(initial=0)
     if longest > row_length:
         raise ValueError(f"a sentence of {longest} tokens does not fit into rows of {row_length}")
+
+
+class BatchShape(NamedTuple):
+    """The shape of a batch, for which a training step is compiled."""
+
+    rows: int
+    """B."""
+    source_length: int
+    """S; unused by language models."""
+    target_length: int
+    """T."""
 
 
 @dataclasses.dataclass(frozen=True)

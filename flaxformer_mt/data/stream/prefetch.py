@@ -2,6 +2,7 @@
 
 import collections
 import concurrent.futures
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
@@ -25,6 +26,7 @@ class Prefetched(Generic[_Item], Iterator[tuple[_Item, DataPosition]]):
       read: called in the thread with a position, returns the batch there and the position after it.
       start: position of the first batch.
       depth: maximum number of batches that wait, besides the one that is being read.
+      on_close: called once, after the thread has stopped.
     """
 
     def __init__(
@@ -32,10 +34,13 @@ class Prefetched(Generic[_Item], Iterator[tuple[_Item, DataPosition]]):
         read: Callable[[DataPosition], tuple[_Item, DataPosition]],
         start: DataPosition,
         depth: int = 2,
+        on_close: Callable[[], None] = lambda: None,
     ) -> None:
         self.seconds_waited = 0.0
         self._read = read
         self._position = start
+        self._closing = contextlib.ExitStack()
+        self._closing.callback(on_close)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "prefetch")
         self._batches = collections.deque(
             self._thread.submit(self._read_next) for _ in range(depth + 1)
@@ -58,6 +63,7 @@ class Prefetched(Generic[_Item], Iterator[tuple[_Item, DataPosition]]):
         """Stops the thread after its current batch, and discards prefetched batches."""
         self._batches.clear()
         self._thread.shutdown(cancel_futures=True)
+        self._closing.close()
 
     def __enter__(self) -> "Prefetched[_Item]":
         return self

@@ -49,6 +49,9 @@ class TextSampler:
     def __init__(self, processor: sentencepiece.SentencePieceProcessor) -> None:
         self._processor = processor
 
+    def __reduce__(self) -> tuple[type["TextSampler"], tuple[Any]]:
+        return TextSampler, (self._processor,)
+
     @functools.cached_property
     def _words(self) -> WordSampler:
         return _word_sampler(self._processor)
@@ -58,7 +61,8 @@ class TextSampler:
 
         Arguments as in `Tokenizer.sample`.
         """
-        words = [WORD.findall(text) for text in self._processor.normalize(list(texts))]
+        # Without the space that each begins with.
+        words = [text.split(SPACE)[1:] for text in self._processor.normalize(list(texts))]
         tokens, lengths = self._words.draw(list(itertools.chain(*words)), seed, amount)
         ends = np.cumsum([0, *map(len, words)])
         return tokens, np.diff(np.concatenate([[0], lengths.cumsum()])[ends])
@@ -86,17 +90,16 @@ def _word_sampler(
     proto = parse_model(processor.serialized_model_proto())
     pieces = list(enumerate(proto.pieces))
 
-    def without_space(word: str) -> str:
-        return word.removeprefix(SPACE)  # SentencePiece adds it again.
-
     whole = tuple(piece.piece for _, piece in pieces if piece.type == piece.USER_DEFINED)
     if proto.trainer_spec.model_type == proto.trainer_spec.UNIGRAM:
 
         def best_splits(word: str) -> list[list[int]]:
-            text = without_space(word)
-            if any(piece in word for piece in whole):  # nbest_encode would split these, too.
-                return [processor.encode(text)]
-            return processor.nbest_encode(text, nbest_size=MOST_SPLITS)
+            # SentencePiece adds the space again.
+            if any(
+                piece in SPACE + word for piece in whole
+            ):  # nbest_encode would split these, too.
+                return [processor.encode(word)]
+            return processor.nbest_encode(word, nbest_size=MOST_SPLITS)
 
         return UnigramSampling(best_splits, [piece.score for _, piece in pieces])
     if proto.trainer_spec.model_type != proto.trainer_spec.BPE:
@@ -109,6 +112,7 @@ def _word_sampler(
     return BpeDropout(
         ranks={piece.piece: -piece.score for _, piece in normal},
         ids={piece.piece: token for token, piece in normal},
-        encode=lambda word: processor.encode(without_space(word)),
+        encode=processor.encode,
         whole=whole,
+        prefix=SPACE,
     )

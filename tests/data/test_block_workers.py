@@ -1,0 +1,253 @@
+"""Worker processes give the batches of a single process, and end with it."""
+
+import dataclasses
+import functools
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import chex
+import numpy as np
+import pytest
+
+from flaxformer_mt.config import DataConfig, ExperimentConfig, TrainConfig
+from flaxformer_mt.data.corpora.corpus import load_corpus
+from flaxformer_mt.data.stream import block_workers
+from flaxformer_mt.data.stream.batches import DataPosition, Shard
+from flaxformer_mt.data.stream.block_workers import BlockWorkers, default_workers
+from flaxformer_mt.data.stream.encoded_corpus import encode_corpus
+from flaxformer_mt.data.stream.packing import Sentences, TokenPairs
+from flaxformer_mt.data.stream.training_stream import TrainingStream
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
+from flaxformer_mt.errors import UserError
+
+DATA = DataConfig(source_row_length=24, target_row_length=24, bucket_lengths=(12, 24))
+PHRASES = DataConfig(corpus="phrases", generated_pairs=600, vocab_size=500)
+
+
+@functools.cache
+def phrases(kind="bpe"):
+    """Returns a vocabulary and corpora of 14,000 and 9,000 pairs: four streams."""
+    setting = dataclasses.replace(PHRASES, tokenizer=kind)
+    text = load_corpus(setting, "train")
+    tokenizers = Tokenizers.train([text], setting)
+    corpus = encode_corpus(text, tokenizers, ExperimentConfig().model)
+    texts = Sentences.from_texts(text.sources)
+
+    def repeated(count, weight):
+        pairs = TokenPairs(corpus.sources, corpus.targets, texts=texts)
+        pairs = pairs.take(np.arange(count) % len(texts))
+        return dataclasses.replace(corpus, **vars(pairs), weight=weight)
+
+    return tokenizers.source, [repeated(14_000, 1.0), repeated(9_000, 2.0)]
+
+
+def stream_of(workers, kind="bpe", corpora=None, **data):
+    tokenizer, default = phrases(kind)
+    setting = ExperimentConfig(
+        data=dataclasses.replace(DATA, workers=workers, **data),
+        train=TrainConfig(batch_tokens=256 * 24, seed=1),
+    )
+    return TrainingStream(corpora or default, setting, tokenizer)
+
+
+def read(stream, count, position=DataPosition(), shard=Shard()):  # noqa: B008
+    with stream.prefetched(shard, lambda batch: batch, position) as batches:
+        return [next(batches) for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "data"),
+    [
+        ("bpe", {}),
+        ("bpe", {"subword_sampling": 0.2}),
+        ("unigram", {"subword_sampling": 0.2}),
+        ("bpe", {"subword_sampling": 0.2, "batching": "buckets"}),
+        ("bpe", {"order": 1}),
+    ],
+    ids=["packed", "bpe", "unigram", "buckets", "first order"],
+)
+def test_batches_are_the_same_with_any_number_of_workers(kind, data):
+    """Across blocks and epochs, and resumed in the middle by another number of workers."""
+    expected = read(stream_of(0, kind, **data), 100)
+    chex.assert_trees_all_equal(read(stream_of(1, kind, **data), 61), expected[:61])
+    _, position = expected[60]
+    chex.assert_trees_all_equal(read(stream_of(3, kind, **data), 39, position), expected[61:])
+    after = expected[-1][1]
+    assert max(after.streams or [(after.epoch, after.block)])[:2] > (0, 0)
+
+
+def test_a_worker_makes_the_rows_of_its_process_only(monkeypatch):
+    places = []
+    submit = BlockWorkers.submit
+
+    def note(workers, *place):
+        places.append(place)
+        return submit(workers, *place)
+
+    monkeypatch.setattr(BlockWorkers, "submit", note)
+    whole, half = (read(stream_of(workers), 9, shard=Shard(0, workers + 1)) for workers in (0, 1))
+    assert {stream for _, stream, _ in places} == {0, 1}
+    for (batch, _), (part, _) in zip(whole, half, strict=True):
+        chex.assert_trees_all_equal(part.decoder_target_tokens, batch.decoder_target_tokens[:128])
+
+
+def test_mapped_corpora_are_mapped_by_workers(tmp_path):
+    corpora = []
+    for number, corpus in enumerate(phrases()[1]):
+        sides = {}
+        for name in ("sources", "targets"):
+            side = getattr(corpus, name)
+            path = tmp_path / f"{number}.{name}"
+            side.tokens.astype(np.uint16).tofile(path)
+            sides[name] = Sentences(np.asarray(np.memmap(path, np.uint16, "r")), side.offsets)
+        corpora.append(dataclasses.replace(corpus, **sides))
+    expected = read(stream_of(0), 5)
+    stream = stream_of(1, corpora=corpora)
+    with block_workers._file_with(stream._arguments[0]) as file:
+        size = file.seek(0, os.SEEK_END)
+    tokens = sum(len(corpus.sources.tokens) + len(corpus.targets.tokens) for corpus in corpora)
+    texts = sum(corpus.texts.tokens.nbytes for corpus in corpora)
+    offsets = 8 * 3 * 23_000
+    assert texts + offsets < size < texts + offsets + tokens
+    chex.assert_trees_all_equal(read(stream, 5), expected)
+
+
+def test_files_that_are_gone_are_not_needed(tmp_path):
+    """`fmt.packed` without a cache removes the files that it has mapped."""
+    corpora = list(phrases()[1])
+    path = tmp_path / "tokens"
+    corpora[0].targets.tokens.astype(np.uint16).tofile(path)
+    mapped = Sentences(np.asarray(np.memmap(path, np.uint16, "r")), corpora[0].targets.offsets)
+    corpora[0] = dataclasses.replace(corpora[0], targets=mapped)
+    path.unlink()
+    chex.assert_trees_all_equal(read(stream_of(1, corpora=corpora), 5), read(stream_of(0), 5))
+
+
+def test_errors_of_workers_arrive():
+    stream = stream_of(2, subword_sampling=0.1)
+    stream._arguments = (*stream._arguments[:-1], None)
+    with pytest.raises(ValueError, match="needs a vocabulary to sample from") as error:
+        read(stream, 1)
+    (note,) = error.value.__notes__
+    assert note.startswith("In a worker process (data.workers):\nTraceback")
+    assert "_resample" in note
+
+
+class Unpicklable(UserError):
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+
+
+def test_errors_that_cannot_be_pickled_arrive():
+    error = block_workers._sent(Unpicklable("this", "that"))
+    assert str(error) == "Unpicklable: this and that"
+
+
+def children(parent):
+    """Returns the worker processes of a process."""
+    found = subprocess.run(
+        ["pgrep", "-f", "-P", str(parent), "block_workers"], capture_output=True, text=True
+    )
+    return [int(line) for line in found.stdout.split()]
+
+
+def is_running(process):
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("killed", [1, 2])
+def test_batches_go_on_when_workers_are_killed(killed, caplog):
+    expected = read(stream_of(0, subword_sampling=0.2), 40)
+    found = []
+    with (
+        caplog.at_level(logging.WARNING),
+        stream_of(2, subword_sampling=0.2).prefetched(Shard(), lambda b: b, DataPosition()) as it,
+    ):
+        found += [next(it) for _ in range(5)]
+        for worker in children(os.getpid())[:killed]:
+            os.kill(worker, signal.SIGKILL)
+        found += [next(it) for _ in range(35)]
+    chex.assert_trees_all_equal(found, expected)
+    assert "a worker process that prepares batches was killed" in caplog.text
+    assert not children(os.getpid())
+
+
+def test_workers_end_with_the_last_iterator():
+    stream = stream_of(1)
+    position = DataPosition()
+    with stream.prefetched(Shard(), lambda batch: batch, position) as outer:
+        first = next(outer)
+        with stream.prefetched(Shard(), lambda batch: batch, position) as inner:
+            chex.assert_trees_all_equal(next(inner), first)
+            (worker,) = children(os.getpid())
+        assert is_running(worker)
+        next(outer)
+    outer.close()
+    assert not is_running(worker)
+    # The stream is used on, without workers.
+    chex.assert_trees_all_equal(stream.read(position), first)
+
+
+SCRIPT = """
+    import sys, time
+    from tests.data.test_block_workers import *
+    stream = stream_of(2, subword_sampling=0.2)
+    batches = stream.prefetched(Shard(), lambda batch: batch, DataPosition())
+    print("ready", next(batches)[1].step, flush=True)
+    for _ in batches:
+        pass
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM", "SIGINT"])
+def test_no_worker_outlives_the_process(name):
+    script = "\n".join(line.strip() for line in SCRIPT.splitlines()).replace("pass", "    pass")
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        assert process.stdout.readline() == "ready 1\n"
+        workers = children(process.pid)
+        assert len(workers) == 2
+        assert all(map(is_running, workers))
+        # As Ctrl-C and SLURM do: to all processes of the group.
+        os.killpg(process.pid, getattr(signal, name))
+        errors = process.communicate(timeout=60)[1]
+    assert process.returncode in (-getattr(signal, name), 1, 130)
+    wait_until(lambda: not any(map(is_running, workers)))
+    # One traceback at most: that of the process itself.
+    assert errors.count("Traceback") == (name == "SIGINT")
+
+
+def test_workers_import_neither_jax_nor_tensorflow():
+    check = "import sys, flaxformer_mt.data.stream.block_workers; print(*sys.modules)"
+    printed = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True).stdout
+    modules = printed.split()
+    assert "flaxformer_mt.data.stream.blocks" in modules
+    assert not {"jax", "flax", "optax", "tensorflow", "torch", "transformers"} & {*modules}
+
+
+def test_the_default(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(6))
+    assert default_workers(10**7, False, "gpu") == 4
+    assert default_workers(10**6, False, "tpu") == 0
+    assert default_workers(10**6, True, "tpu") == 4
+    assert default_workers(20_000, True, "gpu") == 0
+    assert default_workers(10**9, True, "cpu") == 0
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(2))
+    assert default_workers(10**9, True, "gpu") == 0
