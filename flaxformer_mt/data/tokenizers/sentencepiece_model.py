@@ -89,6 +89,11 @@ def _word_sampler(
 ) -> WordSampler:
     proto = parse_model(processor.serialized_model_proto())
     pieces = list(enumerate(proto.pieces))
+    if not proto.normalizer_spec.add_dummy_prefix or proto.trainer_spec.treat_whitespace_as_suffix:
+        raise UserError(
+            "data.subword_sampling needs a vocabulary whose words begin with a space, not one of "
+            "spm_train --add_dummy_prefix=false or --treat_whitespace_as_suffix: set it to 0"
+        )
 
     whole = tuple(piece.piece for _, piece in pieces if piece.type == piece.USER_DEFINED)
     if proto.trainer_spec.model_type == proto.trainer_spec.UNIGRAM:
