@@ -15,6 +15,9 @@ from flaxformer_mt.remote.stores import Store
 from tests.system.small_runs import xla_flags
 from tests.system.test_kills import CONFIG, OPTIONS, result_of
 
+# Orbax reads arrays here without being told where to put them.
+pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
+
 # Leases end soon, and everything is published at once.
 PROGRAM = """
 import sys
