@@ -91,9 +91,9 @@ class Copy:
         """Removes what the first upload of a run that was killed has left, but for its tokens."""
         if (self.local / layout.CONFIG).exists():
             return
-        for name, path in [*self._files()]:
+        for name, _ in [*self._files()]:
             if not name.startswith(f"{layout.CACHE}/"):
-                path.unlink()
+                self._path(name).unlink()
         for folder in [*self.local.glob("*")]:
             if folder.name != layout.CACHE and folder.is_dir():
                 shutil.rmtree(folder)
@@ -108,7 +108,7 @@ class Copy:
         Raises:
           UserError: the store cannot be used.
         """
-        local = {name: _state(path) for name, path in self._files()}
+        local = dict(self._files())
         changed = {name for name, state in local.items() if state != self._published.get(name)}
         changed_folders = {_step_folder(name) for name in changed}
         for name in sorted(self._published.keys() - local.keys(), key=_rank, reverse=True):
@@ -135,16 +135,17 @@ class Copy:
         for _, group in itertools.groupby(sorted(names, key=place), place):
             yield [*group]
 
-    def _files(self) -> Iterator[tuple[str, Path]]:
+    def _files(self) -> Iterator[tuple[str, _State]]:
         if self.local.is_file():
-            yield "", self.local
+            yield "", _state(self.local)
         for parent, folders, names in os.walk(self.local):
             folders[:] = [name for name in folders if not atomic.is_workspace_name(name)]
             for name in names:
                 path = Path(parent, name)
                 relative = path.relative_to(self.local).as_posix()
                 if relative != LEASE and not name.endswith(layout.LOCK) and path.is_file():
-                    yield relative, path
+                    with contextlib.suppress(FileNotFoundError):  # It was removed just now.
+                        yield relative, _state(path)
 
     def _path(self, name: str) -> Path:
         return self.local / name if name else self.local

@@ -46,7 +46,7 @@ def _publish_regularly(copy: Copy, lease: Lease, stop: threading.Event) -> None:
             lease.require()
             copy.upload()
             last = ""
-        except UserError as error:
+        except (UserError, OSError) as error:
             if str(error) != last:
                 _log.warning("%s; trying again", error)
             last = str(error)

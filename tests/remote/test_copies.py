@@ -1,8 +1,10 @@
 """Local copies: what is downloaded, what is published in which order, and kills in between."""
 
 import hashlib
+import itertools
 import json
 import shutil
+import threading
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -176,6 +178,34 @@ def test_a_kill_at_each_call_of_the_store_leaves_a_whole_run(tmp_path, monkeypat
             continue
         break
     assert number > 20
+
+
+def test_files_that_come_and_go_while_they_are_published(tmp_path):
+    url = f"file://{tmp_path}/remote"
+    with new_copy(url) as copy:
+        train(copy, 0, 1)
+        is_over = threading.Event()
+
+        def work():
+            for step in itertools.count(1):
+                checkpoint(copy.local, step, f"values of {step}")
+                write(copy.local, "metrics.jsonl", "\n".join(map(str, range(step + 1))))
+                shutil.rmtree(copy.local / "checkpoints" / str(step - 1))
+                if is_over.is_set():
+                    break
+
+        worker = threading.Thread(target=work)
+        worker.start()
+        for _ in range(20):
+            copy.upload()
+            for name in contents(tmp_path / "remote"):
+                assert ".flaxformer_mt" not in name
+        is_over.set()
+        worker.join()
+        copy.upload()
+        expected = contents(copy.local)
+    assert check(downloaded(url)) > 1
+    assert downloaded(url) == expected
 
 
 def test_what_cannot_be_uploaded_is_kept(tmp_path, monkeypatch, s3_url):
