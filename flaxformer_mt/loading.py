@@ -108,7 +108,7 @@ def load(folder: str | Path, family: str | None = None) -> Model:
       TypeError: an argument is of another type.
       UserError: there is no such folder, it holds no model that can be read, or it is damaged.
     """
-    path = copies.local(require_path(folder, "folder"))
+    path = copies.local(require_path(folder, "folder"), as_it_is_now=True)
     if family is not None and not isinstance(family, str):
         raise TypeError(f"family must be a string, not {type(family).__name__}")
     if path.is_file():

@@ -85,7 +85,7 @@ class Run:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = local(require_path(folder, "folder"))
+        self.folder = local(require_path(folder, "folder"), as_it_is_now=True)
         require_run(self.folder)
 
     def __repr__(self) -> str:

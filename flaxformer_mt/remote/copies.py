@@ -179,12 +179,12 @@ _urls: dict[str, str] = {}
 _open = contextlib.ExitStack()
 
 
-def local(path: str | os.PathLike[str]) -> Path:
+def local(path: str | os.PathLike[str], as_it_is_now: bool = False) -> Path:
     """Returns a local path as it is, and for a remote one that of a copy.
 
-    There is one copy of it in the process, which is deleted when this ends. If there is nothing
-    remote, there is nothing at the path that is returned, and `publish` uploads what is written to
-    it.
+    A copy is made once in a process, or each time if it has to be `as_it_is_now`, and deleted when
+    the process ends. If there is nothing remote, there is nothing at the path that is returned, and
+    `publish` uploads what is written to it.
 
     Raises:
       UserError: the store cannot be used.
@@ -192,7 +192,7 @@ def local(path: str | os.PathLike[str]) -> Path:
     url = url_of(path)
     if url is None:
         return Path(path)
-    if url not in _copies:
+    if as_it_is_now or url not in _copies:
         copy = _open.enter_context(new_copy(url))
         copy.download()
         if copy.store.is_read_only and not copy.local.exists():

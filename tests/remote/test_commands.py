@@ -126,14 +126,12 @@ def test_training_continues_and_a_second_process_is_refused(uploaded_run, capfd,
         return True
 
     config = fmt.Run(url).config
-    forget_copies()
     trained = fmt.train(with_changes(config, {"train": {"num_steps": 202, "log_every": 1}}),
                         url, callbacks=[another])  # fmt: skip
     assert refused[0] == 1
     assert f"is training in {url} already" in capfd.readouterr().err
     assert trained.latest_step == 201
     assert lease.LEASE not in Store(url).list()
-    forget_copies()
     assert fmt.load(url).translate("three")
 
 
