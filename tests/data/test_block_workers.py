@@ -204,7 +204,9 @@ def test_workers_end_with_the_last_iterator():
 
 
 SCRIPT = """
-    import sys, time
+    import signal, sys, time
+    # A shell that starts this in the background has it ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     from tests.data.test_block_workers import *
     stream = stream_of(2, subword_sampling=0.2)
     batches = stream.prefetched(Shard(), lambda batch: batch, DataPosition())
@@ -221,13 +223,16 @@ def test_no_worker_outlives_the_process(name):
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
-        assert process.stdout.readline() == "ready 1\n"
-        workers = children(process.pid)
-        assert len(workers) == 2
-        assert all(map(is_running, workers))
-        # As Ctrl-C and SLURM do: to all processes of the group.
-        os.killpg(process.pid, getattr(signal, name))
-        errors = process.communicate(timeout=60)[1]
+        try:
+            assert process.stdout.readline() == "ready 1\n"
+            workers = children(process.pid)
+            assert len(workers) == 2
+            assert all(map(is_running, workers))
+            # As Ctrl-C and SLURM do: to all processes of the group.
+            os.killpg(process.pid, getattr(signal, name))
+            errors = process.communicate(timeout=60)[1]
+        finally:
+            process.kill()
     assert process.returncode in (-getattr(signal, name), 1, 130)
     wait_until(lambda: not any(map(is_running, workers)))
     # One traceback at most: that of the process itself.

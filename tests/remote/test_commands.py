@@ -125,9 +125,10 @@ def test_training_continues_and_a_second_process_is_refused(uploaded_run, capfd,
         refused.append(main(["train", f"--workdir={url}"]))
         return True
 
-    config = fmt.Run(url).config
-    trained = fmt.train(with_changes(config, {"train": {"num_steps": 202, "log_every": 1}}),
-                        url, callbacks=[another])  # fmt: skip
+    # Without a test, which would translate all of its sentences.
+    changes = {"train": {"num_steps": 202, "log_every": 1}, "data": {"test_split": ""}}
+    config = with_changes(fmt.Run(url).config, changes)
+    trained = fmt.train(config, url, callbacks=[another], accept_changes=True)
     assert refused[0] == 1
     assert f"is training in {url} already" in capfd.readouterr().err
     assert trained.latest_step == 201
