@@ -292,7 +292,8 @@ def load_corpus(config: DataConfig, split: str) -> ParallelCorpus:
 
 def _completed(corpus: CorpusConfig, data: DataConfig, split: str) -> CorpusConfig:
     """Fills in the empty fields of a corpus from `data`, and its kind from what the path names."""
-    path = copies.local_list(corpus.path or data.path)
+    path = corpus.path or data.path
+    path = path if path.startswith("tfds:") else copies.local_list(path)
     kind = "tfds" if path.startswith("tfds:") else corpus.kind or data.corpus
     if kind == "text" and Path(path).is_file():
         kind = tables.form_of(Path(path))
