@@ -75,8 +75,8 @@ def test_a_run_that_is_killed_and_continued_elsewhere(s3_url, tmp_path):
         time.sleep(rng.uniform(0, 0.5))
         process.kill()
         process.wait()
+        time.sleep(2.5)  # Until its lease has ended.
         shutil.rmtree(tmp_path / f"machine-{number}")
-    time.sleep(2)
     process, log = training(s3_url, tmp_path, "last")
     assert process.wait(timeout=900) == 0, log.read_text()
     with new_copy(s3_url) as copy:
