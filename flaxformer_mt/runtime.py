@@ -97,7 +97,7 @@ def use_compilation_cache() -> None:
     # A program that cannot be cached, for example because the disk is full, is compiled again.
     warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache entry")
     settings: dict[str, str | float] = {"jax_persistent_cache_min_compile_time_secs": 0.0}
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ and _is_private(_cache_root()):
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ and _is_private(cache_root()):
         settings["jax_compilation_cache_dir"] = str(cache_folder())
     for name, value in settings.items():
         if name.upper() in os.environ:
@@ -118,10 +118,11 @@ def cache_folder() -> Path:
     """
     kind = f"{platform.machine()}-{_processor_features()}"
     version = importlib.metadata.version("jaxlib")
-    return _cache_root() / "compiled" / f"jaxlib-{version}" / kind
+    return cache_root() / "compiled" / f"jaxlib-{version}" / kind
 
 
-def _cache_root() -> Path:
+def cache_root() -> Path:
+    """Returns the folder of all that is cached for the user, in any run."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(base) / "flaxformer_mt"
 

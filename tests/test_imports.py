@@ -26,7 +26,7 @@ ALLOWED = {
     "errors": set(),
     "exit_codes": set(),
     "input_files": {"errors", "remote"},
-    "remote": {"errors", "runs.atomic", "runs.layout"},
+    "remote": {"errors", "runs.atomic", "runs.layout", "runtime"},
     "memory_limits": {"errors"},
     "writing_systems": set(),
     "config": LEAVES,

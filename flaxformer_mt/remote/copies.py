@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from flaxformer_mt import runtime
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.remote.stores import Store, url_of
 from flaxformer_mt.runs import atomic, layout
@@ -55,7 +56,7 @@ class Copy:
         files.pop(LEASE, None)
         complete = {name for name in files if _is_complete(name, files)}
         self._published = dict.fromkeys(files.keys() - complete)
-        kept = _cache_root() / "objects" / _digest(self.store.url)
+        kept = runtime.cache_root() / "remote" / "objects" / _digest(self.store.url)
         objects = {name: kept / _digest(f"{name}\n{files[name]}") for name in complete}
         missing = [name for name in complete if not objects[name].exists()]
 
@@ -91,12 +92,9 @@ class Copy:
         """Removes what the first upload of a run that was killed has left, but for its tokens."""
         if (self.local / layout.CONFIG).exists():
             return
-        for name, _ in [*self._files()]:
-            if not name.startswith(f"{layout.CACHE}/"):
-                self._path(name).unlink()
-        for folder in [*self.local.glob("*")]:
-            if folder.name != layout.CACHE and folder.is_dir():
-                shutil.rmtree(folder)
+        for path in [*self.local.glob("*")]:
+            if path.name != layout.CACHE:
+                atomic.delete(path)
 
     def upload(self) -> None:
         """Publishes the files that have changed, and removes those that are gone.
@@ -110,12 +108,11 @@ class Copy:
         """
         local = dict(self._files())
         changed = {name for name, state in local.items() if state != self._published.get(name)}
-        changed_folders = {_step_folder(name) for name in changed}
         for name in sorted(self._published.keys() - local.keys(), key=_rank, reverse=True):
             self.store.remove(name)
             del self._published[name]
         for name in changed & self._published.keys():
-            if name.endswith(layout.MANIFEST) and _step_folder(name) in changed_folders:
+            if name.endswith(layout.MANIFEST):
                 self.store.remove(name)
         with ThreadPoolExecutor(_THREADS) as threads:
             for names in self._in_order(changed):
@@ -232,7 +229,7 @@ def upload_or_keep(copy: Copy) -> None:
 def new_copy(url: str) -> Iterator[Copy]:
     """Yields an empty copy, which is deleted at the end."""
     store = Store(url)
-    folder = _cache_root() / "copies"
+    folder = runtime.cache_root() / "remote" / "copies"
     atomic.make_folder(folder)
     with atomic.workspace(folder) as parent:
         copy = Copy(store, parent / (store.url.rpartition("/")[2] or "root"))
@@ -245,11 +242,6 @@ def with_urls(text: str) -> str:
     for name, url in _urls.items():
         text = text.replace(name, url)
     return text
-
-
-def _cache_root() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(base) / "flaxformer_mt" / "remote"
 
 
 def _digest(text: str) -> str:
