@@ -7,12 +7,15 @@ attention is restricted.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from flaxformer_mt.data.machine_code import compiled
+
+_CHUNK = 1 << 16
+"""Number of pairs whose lengths are in memory at a time."""
 
 _CANDIDATES = 16
 """Number of pairs considered for the next position. More of them fill rows better, but slower."""
@@ -111,6 +114,16 @@ class TokenPairs:
         """Source and target lengths, int64 [pairs] each; sources of language models have 0."""
         targets = self.targets.lengths
         return np.zeros_like(targets) if self.sources is None else self.sources.lengths, targets
+
+    def chunks_of_lengths(self) -> Iterator[tuple[int, tuple[np.ndarray, np.ndarray]]]:
+        """Yields the number of a pair, and `lengths` from there on, of all pairs, in turn.
+
+        The lengths of all pairs of a large corpus do not belong in memory.
+        """
+        for first in range(0, len(self.targets), _CHUNK):
+            chunk = slice(first, first + _CHUNK + 1)
+            pairs = _each(lambda side: Sentences(side.tokens, side.offsets[chunk]), self)  # noqa: B023
+            yield first, pairs.lengths
 
     def take(self, indices: np.ndarray) -> "TokenPairs":
         """Copies the pairs with these indices, int [taken]."""
