@@ -4,6 +4,7 @@ Imported by worker processes (`block_workers`): without JAX, they start in a fra
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -112,7 +113,8 @@ class BlockMaker:
         """Tokenizes sources with subword sampling, except where the result exceeds a row."""
         if self._sampler is None or texts is None:
             raise ValueError("data.subword_sampling needs a vocabulary to sample from")
-        decoded = [texts[index].tobytes().decode() for index in range(len(texts))]
+        encoded, offsets = texts.tokens.tobytes(), texts.offsets.tolist()
+        decoded = [encoded[start:end].decode() for start, end in itertools.pairwise(offsets)]
         amount = self._config.data.subword_sampling
         seed = int(random.integers(2**32))
         drawn = Sentences.of_lengths(*self._sampler.sample_sources(decoded, seed, amount))

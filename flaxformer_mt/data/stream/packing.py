@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flaxformer_mt.data.machine_code import compiled
+from flaxformer_mt.data.machine_code import compiled, spans
 
 _CHUNK = 1 << 16
 """Number of pairs whose lengths are in memory at a time."""
@@ -83,7 +83,7 @@ class Sentences:
         """Copies the sentences with these indices, int [taken]."""
         starts = self.offsets[indices]
         lengths = self.offsets[indices + 1] - starts
-        return Sentences(self.tokens[_ranges(starts, lengths)], _offsets(lengths))
+        return Sentences(spans(self.tokens, starts, lengths), _offsets(lengths))
 
     def truncate(self, length: int, eos_id: int) -> "Sentences":
         """Truncates sentences to `length` tokens; an end token remains the last."""
@@ -91,7 +91,7 @@ class Sentences:
             return self
         lengths = np.minimum(self.lengths, length)
         offsets = _offsets(lengths)
-        tokens = self.tokens[_ranges(self.offsets[:-1], lengths)]
+        tokens = spans(self.tokens, self.offsets[:-1], lengths)
         has_end = self.tokens[self.offsets[1:] - 1] == eos_id
         tokens[offsets[1:][has_end] - 1] = eos_id
         return Sentences(tokens, offsets)
@@ -330,11 +330,6 @@ def _count_up(lengths: np.ndarray) -> np.ndarray:
     """Concatenates `arange(length)` for each length: [2, 3] gives [0, 1, 0, 1, 2]."""
     starts = np.cumsum(lengths) - lengths
     return np.arange(lengths.sum()) - np.repeat(starts, lengths)
-
-
-def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Concatenates ranges: starts [7, 1] and lengths [2, 3] give [7, 8, 1, 2, 3]."""
-    return np.repeat(starts, lengths) + _count_up(lengths)
 
 
 def _offsets(lengths: np.ndarray) -> np.ndarray:
