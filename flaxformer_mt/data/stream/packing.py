@@ -15,7 +15,7 @@ import numpy as np
 from flaxformer_mt.data.machine_code import compiled, spans
 
 _CHUNK = 1 << 16
-"""Number of pairs whose lengths are in memory at a time."""
+"""Number of pairs in a chunk of lengths."""
 
 _CANDIDATES = 16
 """Number of pairs considered for the next position. More of them fill rows better, but slower."""
