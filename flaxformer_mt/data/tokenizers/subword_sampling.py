@@ -43,11 +43,8 @@ class _Ragged:
 
     def make_room(self, values: int, sequences: int) -> None:
         """Prepares for so many more."""
-        size, ends = int(self.ends[self.count]) + values, self.count + sequences + 1
-        if size > len(self.values):
-            self.values = np.resize(self.values, 2 * size)
-        if ends > len(self.ends):
-            self.ends = np.resize(self.ends, 2 * ends)
+        self.values = _with_room(self.values, int(self.ends[self.count]) + values)
+        self.ends = _with_room(self.ends, self.count + sequences + 1)
 
     def extend(self, values: np.ndarray, lengths: np.ndarray) -> None:
         """Adds sequences of these lengths."""
@@ -62,6 +59,11 @@ class _Ragged:
         starts = self.ends[numbers]
         lengths = self.ends[numbers + 1] - starts
         return spans(self.values, starts, lengths), lengths
+
+
+def _with_room(values: np.ndarray, size: int) -> np.ndarray:
+    missing = size - len(values)
+    return values if missing <= 0 else np.append(values, np.empty(missing + size, values.dtype))
 
 
 class _Words:
@@ -160,7 +162,8 @@ def _number_words(
                     slots[slot] = count
                     first, count = bounds[count], count + 1
                     bounds[count] = first + position - start
-                    spelled[first : bounds[count]] = text[start:position]
+                    for place in range(start, position):
+                        spelled[first + place - start] = text[place]
                 numbers[found] = slots[slot]
                 counts[index] += 1
                 found += 1
@@ -474,6 +477,12 @@ def _choose(numbers: Any, chosen: Any, weights: Any, ends: Any, splits: Any) -> 
       splits: receives the numbers of the splits.
     """
     for index in range(len(numbers)):
-        first, end = ends[numbers[index]], ends[numbers[index] + 1]
-        wanted = chosen[index] * weights[end - 1]
-        splits[index] = first + np.searchsorted(weights[first:end], wanted, side="right")
+        low, high = ends[numbers[index]], ends[numbers[index] + 1]
+        wanted = chosen[index] * weights[high - 1]
+        while low < high:
+            middle = (low + high) // 2
+            if weights[middle] <= wanted:
+                low = middle + 1
+            else:
+                high = middle
+        splits[index] = low
