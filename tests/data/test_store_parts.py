@@ -37,7 +37,7 @@ def bytes_of(folder):
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
-    monkeypatch.setattr(store_parts, "PAIRS", 7)
+    monkeypatch.setattr(store_parts, "ROWS", 7)
     monkeypatch.setattr(store_parts, "_HASHES_AT_ONCE", 10)
 
 

@@ -23,6 +23,7 @@ from flaxformer_mt.config.data import HeldOutRole
 from flaxformer_mt.data.corpora.comparison import hashed, in_chunks
 from flaxformer_mt.data.corpora.corpus import Corpus, Role, SentencePair, StreamedCorpus
 from flaxformer_mt.data.corpora.filters import PairFilter, options_in_use
+from flaxformer_mt.data.corpora.rows import Reading
 from flaxformer_mt.errors import UserError
 
 _TRAIN, _LEFT_OUT = 0, -1
@@ -106,17 +107,24 @@ class Division:
         pairs: dict[str, list[list[SentencePair]]] = {role: [] for role in self.roles}
         for corpus, (places, hashes) in zip(self.corpora, self._places, strict=True):
             chosen = places > 0
-            texts = list(itertools.compress(corpus.stream(), chosen)) if chosen.any() else []
+            texts = list(itertools.compress(corpus.untagged(), chosen)) if chosen.any() else []
             order = np.argsort(hashes[chosen], kind="stable")
             for place, role in self._numbered:
                 is_of_role = places[chosen] == place
                 pairs[role].append([texts[index] for index in order if is_of_role[index]])
         return pairs
 
-    def training_pairs(self, number: int) -> Iterator[SentencePair]:
-        """Yields the pairs of a corpus that are trained on, if they pass the filters."""
+    def training_rows(self, number: int, reading: Reading) -> Iterator[SentencePair | None]:
+        """Yields the pairs of a corpus that are trained on, if they pass the filters.
+
+        It yields None for its other rows.
+        """
         places, _ = self._places[number]
-        return itertools.compress(self.corpora[number].stream(), places == _TRAIN)
+        is_pair = self._is_pair[number]
+        in_training = np.zeros(len(is_pair), np.bool_)
+        in_training[is_pair] = places == _TRAIN
+        rows = self.corpora[number].stream(reading)
+        return (row if is_in else None for row, is_in in zip(rows, in_training, strict=True))
 
     def digest(self, number: int, role: Role) -> bytes:
         """Returns the SHA-256 of all that determines the part of a corpus for a role."""
@@ -155,6 +163,21 @@ class Division:
         hashes = _hashes(np.concatenate(lines))
         return list(zip(np.split(places, ends), np.split(hashes, ends), strict=True))
 
+    @functools.cached_property
+    def _is_pair(self) -> dict[int, np.ndarray]:
+        """Which rows of each corpus that was read are pairs, bool [rows]."""
+        return {}
+
+    def _pairs(self, number: int) -> Iterator[SentencePair]:
+        """Yields the pairs of a corpus, and keeps which of its rows they are."""
+        corpus = self.corpora[number]
+        is_pair = bytearray()
+        for row in corpus.stream(Reading(corpus.drops_malformed, corpus.name)):
+            is_pair.append(row is not None)
+            if row is not None:
+                yield row
+        self._is_pair[number] = np.frombuffer(is_pair, np.bool_)
+
     def _read(self, number: int) -> np.ndarray:
         corpus = self.corpora[number]
         untagged = dataclasses.replace(corpus, tag="")
@@ -163,7 +186,7 @@ class Division:
         is_filtered = gives and self.config.filter_held_out
         nowhere = itertools.repeat(0)  # What is dropped here is not reported.
         chunks = [np.empty(0, _LINE)]
-        for pairs in in_chunks(corpus.stream()):
+        for pairs in in_chunks(self._pairs(number)):
             sources, targets = zip(*pairs, strict=True)
             lines = np.empty(len(pairs), _LINE)
             lines["source"], lines["target"] = hashed(sources), hashed(targets)
@@ -279,9 +302,10 @@ class Division:
         return [
             # A language model has no sources.
             np.fromiter(
-                (_source_hash(source or target) for source, target in corpus.stream()), np.uint64
+                (_source_hash(source or target) for source, target in self._pairs(number)),
+                np.uint64,
             )
-            for corpus in self.corpora
+            for number in range(len(self.corpora))
         ]
 
     def _by_source(self, hashes: np.ndarray) -> np.ndarray:
@@ -333,9 +357,9 @@ def _among(keys: np.ndarray, few: np.ndarray) -> np.ndarray:
 def _part(division: Division, number: int, role: Role) -> StreamedCorpus:
     corpus = division.corpora[number]
 
-    def stream() -> Iterator[SentencePair]:
+    def stream(reading: Reading) -> Iterator[SentencePair | None]:
         if role == "train":
-            return division.training_pairs(number)
+            return division.training_rows(number, reading)
         return iter(division.held_out[role][number])
 
     return dataclasses.replace(

@@ -35,7 +35,7 @@ from flaxformer_mt.config.fields import FieldRole
 from flaxformer_mt.data.corpora.corpus import Corpus
 from flaxformer_mt.data.corpora.entities import EntityCounter
 from flaxformer_mt.data.corpora.filters import example_of, options_in_use
-from flaxformer_mt.data.corpora.rows import Dropped, added_up, place
+from flaxformer_mt.data.corpora.rows import Dropped, added_up, merged, place
 from flaxformer_mt.data.stream.encoded_corpus import (
     CorpusReport,
     EncodedCorpus,
@@ -284,6 +284,7 @@ class _Store:
         corpus, data = self.corpus, self.config.data
         entities = EntityCounter()
         dropped: dict[str, Dropped] = {}
+        malformed: dict[str, Dropped] = {}
         files: list[tuple[int, str]] = []
         lengths: dict[str, list[np.ndarray]] = {"sources": [], "targets": []}
         unknown = {"sources": 0, "targets": 0}
@@ -293,6 +294,7 @@ class _Store:
         for part in self._distinct(parts, folder) if data.drop_duplicates else parts:
             entities.merge(part.entities)
             dropped = added_up(dropped, part.dropped)
+            malformed = merged([malformed, part.malformed])
             for index, path in part.files:
                 if not files or files[-1][1] != path:
                     files.append((written + index, path))
@@ -317,7 +319,7 @@ class _Store:
                 _append_ragged(folder / name, values, sentences.offsets)
 
         entities.warn(corpus.name)
-        dropped = {**parts.malformed(), **dropped}
+        dropped = {**malformed, **dropped}
         read = written + sum(reason.count for reason in dropped.values())
         if not written:
             reasons = ", ".join(f"{pairs.count:,} {reason}" for reason, pairs in dropped.items())
