@@ -15,6 +15,7 @@ from flaxformer_mt.data.corpora.corpus import (
 )
 from flaxformer_mt.data.corpora.entities import EntityCounter
 from flaxformer_mt.data.corpora.hold_out import hold_out
+from flaxformer_mt.data.corpora.shared_text import HeldOutText
 from flaxformer_mt.data.sanity_checks import check_unknown_rate
 from flaxformer_mt.data.stream.encoded_corpus import EncodedCorpus, encode_corpus
 from flaxformer_mt.data.stream.token_store import open_stores
@@ -141,7 +142,10 @@ def open_dataset(
 
     valid = evaluation_set("valid")
     test = evaluation_set("test") if corpora["test"] else None
-    stores = open_stores(cache_folder, corpora["train"], tokenizers, config, verify=verify)
+    held_out = HeldOutText.of([*corpora["valid"], *corpora["test"]], config.data)
+    stores = open_stores(
+        *(cache_folder, corpora["train"], tokenizers, config), held_out=held_out, verify=verify
+    )
     for encoded in (*stores, valid.tokens, *([test.tokens] if test else [])):
         check_unknown_rate(encoded, config.data)
     config = dataclasses.replace(config, model=_with_tables(config.model, tokenizers))

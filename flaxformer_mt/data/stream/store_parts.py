@@ -20,6 +20,7 @@ from flaxformer_mt.data.corpora.corpus import Chunk, Corpus, SentencePair
 from flaxformer_mt.data.corpora.entities import EntityCounter
 from flaxformer_mt.data.corpora.filters import PairFilter, pair_hash
 from flaxformer_mt.data.corpora.rows import Dropped, Row, added_up
+from flaxformer_mt.data.corpora.shared_text import HeldOutText, Shared, untagged
 from flaxformer_mt.data.corpora.text_files import counted
 from flaxformer_mt.data.stream.encoded_corpus import EncodedPairs, encode_pairs
 from flaxformer_mt.data.stream.links import Unlinked
@@ -46,6 +47,7 @@ class Part:
     dropped: Mapping[str, Dropped]
     entities: EntityCounter
     malformed: Mapping[str, Dropped]
+    shared: Shared
 
     def path(self, index: int) -> str:
         """Returns the file that a pair was read from; "" if there is none."""
@@ -80,6 +82,7 @@ class Parts:
         corpus: Corpus,
         tokenizers: Tokenizers,
         config: ExperimentConfig,
+        held_out: HeldOutText,
         first: int = 0,
         step: int = 1,
     ) -> None:
@@ -97,7 +100,7 @@ class Parts:
         count, unit = 0, f"parts of {ROWS:,} pairs"
         for number, chunk in enumerate(counted(chunks, f"tokenizing {corpus.name}", unit)):
             if chunk is not None:
-                self._write(number, *_made(chunk, corpus, tokenizers, config))
+                self._write(number, *_made(chunk, corpus, tokenizers, config, held_out))
             count += 1
         values = {"origin": self.origin, "parts": count}
         atomic.write_text(self.folder / _END, json.dumps(values))
@@ -156,6 +159,7 @@ class Parts:
             "files": part.files,
             "dropped": _to_json(part.dropped),
             "malformed": _to_json(part.malformed),
+            "shared": [*part.shared.items()],
             "unknown_examples": part.pairs.unknown_examples,
             "unlinked": part.pairs.unlinked,
             "entities": [part.entities.count, part.entities.places],
@@ -192,6 +196,7 @@ class Parts:
             _from_json(values["dropped"]),
             EntityCounter(*values["entities"]),
             _from_json(values["malformed"]),
+            {held: (kind, example) for held, (kind, example) in values["shared"]},
         )
 
 
@@ -234,7 +239,11 @@ def first_occurrences(parts: Parts, earlier: np.ndarray) -> tuple[np.ndarray, li
 
 
 def _made(
-    chunk: Chunk, corpus: Corpus, tokenizers: Tokenizers, config: ExperimentConfig
+    chunk: Chunk,
+    corpus: Corpus,
+    tokenizers: Tokenizers,
+    config: ExperimentConfig,
+    held_out: HeldOutText,
 ) -> tuple[Part, np.ndarray]:
     """Filters and encodes the pairs of a part, and hashes them if duplicates are dropped."""
     data, has_inputs = config.data, config.model.has_inputs
@@ -263,5 +272,6 @@ def _made(
         pair_filter.dropped,
         entities,
         chunk.malformed,
+        held_out.find(untagged(corpus, kept), numbers),
     )
     return part, np.array(hashes, np.uint64)
