@@ -99,9 +99,14 @@ def _described(division: Mapping[str, int]) -> str:
 
 
 def open_all(
-    config: ExperimentConfig, roles: Sequence[Role] = ("train", "valid", "test")
+    config: ExperimentConfig,
+    roles: Sequence[Role] = ("train", "valid", "test"),
+    cache_folder: Path | None = None,
 ) -> dict[str, list[Corpus]]:
-    """Opens the corpora of each role (there may be none for "test"), without reading them."""
+    """Opens the corpora of each role (there may be none for "test"), without reading them.
+
+    Which pairs are held out is kept in the cache folder.
+    """
     data, held_out = config.data, config.data.held_out_roles
 
     def opened(role: Role) -> list[StreamedCorpus]:
@@ -109,7 +114,7 @@ def open_all(
 
     divided: dict[str, list[Corpus]] = {}
     if held_out and {"train", *held_out} & {*roles}:
-        divided = hold_out(opened("train"), data, config.model.has_inputs)
+        divided = hold_out(opened("train"), data, config.model.has_inputs, cache_folder)
     return {role: divided[role] if role in divided else [*opened(role)] for role in roles}
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,10 +26,6 @@ from flaxformer_mt.runs import folder as run_folder
 from flaxformer_mt.runs.layout import CACHE
 from flaxformer_mt.training.objective import UserObjective, require_objective
 from flaxformer_mt.training.warm_start import require_parameters, require_vocabulary, tokenizer_path
-
-_ORIGIN = "origin.json"
-
-_log = logging.getLogger(__name__)
 
 
 def prepare(
@@ -71,7 +66,7 @@ def prepare(
         require_parameters(given.train.init_from, given.model)
     if given.decode.shortlist:
         require_shortlist(given.decode.shortlist)
-    corpora = open_all(given)
+    corpora = open_all(given, cache_folder=cache)
     for of_role in corpora.values():
         check_not_blank(of_role, given.model.has_inputs)
     if continued:
@@ -143,7 +138,7 @@ def _opened(
     given: ExperimentConfig, workdir: Path
 ) -> tuple[ExperimentConfig, dict[str, list[Corpus]], Tokenizers]:
     """Returns the configuration of a run, its corpora by role, and its vocabularies."""
-    corpora = open_all(given)
+    corpora = open_all(given, cache_folder=workdir / CACHE)
     check_not_blank(corpora["train"], given.model.has_inputs)
     if run_folder.holds_run(workdir, given):
         config = run_folder.with_stored_start(workdir, given)
@@ -186,19 +181,10 @@ def _learned(
         },
         "has_inputs": has_inputs,
     }
-    folder = cache / "vocabulary"
-    origin = json.dumps(key, sort_keys=True)
-    atomic.make_folder(cache)
-
-    def announce(owner: str) -> None:
-        _log.warning("waiting for %s, which is learning a vocabulary in %s", owner, cache)
-
-    with atomic.locked(cache / "vocabulary.lock", announce):
-        file = folder / _ORIGIN
-        if file.is_file() and file.read_text(encoding="utf-8") == origin:
-            return Tokenizers.load(folder)
-        tokenizers = Tokenizers.train(corpora, data, has_inputs)
-        with atomic.new_folder(folder, replace=True) as partial:
-            tokenizers.save(partial)
-            (partial / _ORIGIN).write_text(origin, encoding="utf-8")
-        return tokenizers
+    folder = atomic.made_once(
+        cache / "vocabulary",
+        origin=json.dumps(key, sort_keys=True),
+        activity="learning a vocabulary",
+        make=lambda partial: Tokenizers.train(corpora, data, has_inputs).save(partial),
+    )
+    return Tokenizers.load(folder)

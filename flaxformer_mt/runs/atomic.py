@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import logging
 import os
 import re
 import shutil
@@ -40,6 +41,9 @@ _NO_LOCKS = {
     errno.EOPNOTSUPP, errno.EPERM,
 }  # fmt: skip
 _HERE, _RENAME_EXCHANGE = -100, 2  # AT_FDCWD and the flag of renameat2(2).
+_ORIGIN = "origin.json"
+
+_log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -86,6 +90,34 @@ def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
             # It may have been created in the meantime.
             require_absent(path)
             rename(partial, path)
+
+
+def made_once(folder: Path, origin: str, activity: str, make: Callable[[Path], None]) -> Path:
+    """Makes a folder unless there is one of this origin, and returns it.
+
+    Several processes can do so at the same time: one makes it, and the others wait.
+
+    Args:
+      folder: the folder; one of another origin is replaced.
+      origin: identifies all that it depends on.
+      activity: for the message of those that wait: "learning a vocabulary".
+      make: writes its files to another folder, which takes its place.
+
+    Raises:
+      UserError: the folder cannot be written, or `make` raises it.
+    """
+
+    def announce(owner: str) -> None:
+        _log.warning("waiting for %s, which is %s in %s", owner, activity, folder.parent)
+
+    make_folder(folder.parent)
+    with locked(folder.with_name(f"{folder.name}.lock"), announce):
+        file = folder / _ORIGIN
+        if not file.is_file() or file.read_text(encoding="utf-8") != origin:
+            with new_folder(folder, replace=True) as partial:
+                make(partial)
+                (partial / _ORIGIN).write_text(origin, encoding="utf-8")
+    return folder
 
 
 def make_folder(folder: Path) -> None:
