@@ -181,10 +181,10 @@ def _learned(
         },
         "has_inputs": has_inputs,
     }
-    folder = atomic.made_once(
+    return atomic.made_once(
         cache / "vocabulary",
         origin=json.dumps(key, sort_keys=True),
         activity="learning a vocabulary",
         make=lambda partial: Tokenizers.train(corpora, data, has_inputs).save(partial),
+        load=Tokenizers.load,
     )
-    return Tokenizers.load(folder)

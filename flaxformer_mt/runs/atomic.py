@@ -21,6 +21,7 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from flaxformer_mt.errors import UserError, first_line
 from flaxformer_mt.remote.stores import require_local
@@ -42,6 +43,7 @@ _NO_LOCKS = {
 }  # fmt: skip
 _HERE, _RENAME_EXCHANGE = -100, 2  # AT_FDCWD and the flag of renameat2(2).
 _ORIGIN = "origin.json"
+_Content = TypeVar("_Content")
 
 _log = logging.getLogger(__name__)
 
@@ -92,8 +94,14 @@ def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
             rename(partial, path)
 
 
-def made_once(folder: Path, origin: str, activity: str, make: Callable[[Path], None]) -> Path:
-    """Makes a folder unless there is one of this origin, and returns it.
+def made_once(
+    folder: Path,
+    origin: str,
+    activity: str,
+    make: Callable[[Path], None],
+    load: Callable[[Path], _Content],
+) -> _Content:
+    """Makes a folder unless there is one of this origin, and loads it.
 
     Several processes can do so at the same time: one makes it, and the others wait.
 
@@ -102,6 +110,7 @@ def made_once(folder: Path, origin: str, activity: str, make: Callable[[Path], N
       origin: identifies all that it depends on.
       activity: for the message of those that wait: "learning a vocabulary".
       make: writes its files to another folder, which takes its place.
+      load: reads its files; a process that makes a folder of another origin waits for the end.
 
     Raises:
       UserError: the folder cannot be written, or `make` raises it.
@@ -117,7 +126,7 @@ def made_once(folder: Path, origin: str, activity: str, make: Callable[[Path], N
             with new_folder(folder, replace=True) as partial:
                 make(partial)
                 (partial / _ORIGIN).write_text(origin, encoding="utf-8")
-    return folder
+        return load(folder)
 
 
 def make_folder(folder: Path) -> None:

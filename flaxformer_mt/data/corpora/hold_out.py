@@ -112,13 +112,13 @@ class Division:
         """The place of each row, and the pairs that are held out."""
         if self.cache_folder is None or self.config.hold_out_rule == "source":
             return self._divide()
-        folder = atomic.made_once(
+        return atomic.made_once(
             self.cache_folder / "division",
             origin=self._digest.hex(),
             activity="choosing the pairs to hold out",
             make=lambda partial: self._divide().save(partial),
+            load=lambda folder: _Divided.load(folder, len(self.corpora)),
         )
-        return _Divided.load(folder, len(self.corpora))
 
     def _divide(self) -> "_Divided":
         pairs: dict[str, list[list[SentencePair]]] = {role: [] for role in self.roles}
