@@ -114,13 +114,14 @@ def test_words_of_texts(monkeypatch, with_numba):
         monkeypatch.setattr(subword_sampling, "compiled", lambda function: None)
     random_numbers = np.random.default_rng(0)
     known, numbers = subword_sampling._Words(), {}
-    for _ in range(5):
+    # Long words, a few of them each time, as the table grows, and then many short ones.
+    for texts, most, longest in [(2, 4, 30)] * 250 + [(30, 40, 4)] * 3:
         lists = [
             [
                 "".join(random_numbers.choice([*"aé猫𝕏▀"], n))
-                for n in random_numbers.integers(0, 4, m)
+                for n in random_numbers.integers(0, longest, m)
             ]
-            for m in random_numbers.integers(0, 40, 30)
+            for m in random_numbers.integers(0, most, texts)
         ]
         words = [*itertools.chain(*lists)]
         before = len(numbers)
@@ -130,6 +131,15 @@ def test_words_of_texts(monkeypatch, with_numba):
         assert counts.tolist() == [*map(len, lists)]
         assert new == [*numbers][before:]
     assert known.number([])[2] == []
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_words_that_were_forgotten_are_sampled_alike(monkeypatch, kind):
+    tokenizer = Tokenizers.train([CORPUS], DataConfig(**{**vars(CONFIG), "tokenizer": kind})).source
+    texts = [CORPUS.sources[first : first + 9] for first in range(0, 90, 9)]
+    expected = [tokenizer.sample(each, 3, 0.2) for each in texts]
+    monkeypatch.setattr(subword_sampling, "_CACHED", 20)
+    assert [tokenizer.sample(each, 3, 0.2) for each in texts] == expected
 
 
 def test_characters_remain_when_every_merge_is_dropped():

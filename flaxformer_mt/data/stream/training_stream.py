@@ -289,14 +289,16 @@ def choose_source_row_length(
     target_row_length = config.data.row_lengths[1]
     if config.data.batching == "buckets":
         return target_row_length
-    longest, dropped = 0, [np.empty(0, np.int64)] * len(corpora)
-    for number, corpus in enumerate(corpora):
+    longest, dropped = 0, []
+    for corpus in corpora:
+        too_long = []
         for first, (sources, targets) in corpus.chunks_of_lengths():
             longest = max(longest, int(sources.max()))
-            too_long = first + np.flatnonzero(targets > target_row_length)
-            dropped[number] = np.append(dropped[number], too_long)
-    are_all = any(len(p) == len(c.targets) for p, c in zip(dropped, corpora, strict=True))
-    if config.data.long_sentences == "truncate" or are_all:  # `select_pairs` raises an error.
+            too_long.append(first + np.flatnonzero(targets > target_row_length))
+        dropped.append(np.concatenate(too_long))
+    # If nothing is left of a corpus, `select_pairs` raises an error.
+    is_empty = any(len(p) == len(c.targets) for p, c in zip(dropped, corpora, strict=True))
+    if config.data.long_sentences == "truncate" or is_empty:
         dropped = [pairs[:0] for pairs in dropped]
     shape = BatchShape(1, longest, target_row_length)
     maker = BlockMaker(corpora, dropped, [shape], config, sampler)

@@ -97,19 +97,24 @@ class _Words:
         return found, counts, [word[1:] for word in new]
 
     def _number(self, text: bytes, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        most = len(text) // len(SPACE.encode())
-        spelled = self._spelled
+        spelled, most = self._spelled, len(text) // len(SPACE.encode())
         if 2 * (spelled.count + most) > len(self._slots):
-            earlier = spelled.values[: spelled.ends[spelled.count]].tobytes()
+            # The known words are a text whose words have the same numbers in a larger table.
+            known = spelled.values[: spelled.ends[spelled.count]].tobytes()
             self._slots = np.full(1 << (4 * (spelled.count + most)).bit_length(), -1)
-            self._spelled = spelled = _Ragged(np.uint8)
-            self._number(earlier, np.array([len(earlier)]))
+            self._insert(known, np.array([len(known)]), 0, spelled.count)
         spelled.make_room(len(text), most)
+        return self._insert(text, ends, spelled.count, most)
+
+    def _insert(
+        self, text: bytes, ends: np.ndarray, known: int, most: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Numbers at most so many words, of which those below `known` are in the table."""
         numbers, counts = np.empty(most, np.int64), np.zeros(len(ends), np.int64)
         number_words: Any = compiled(_number_words)
-        table = self._slots, spelled.values, spelled.ends
+        table = self._slots, self._spelled.values, self._spelled.ends
         values = np.frombuffer(text, np.uint8)
-        spelled.count = number_words(values, ends, *table, spelled.count, numbers, counts)
+        self._spelled.count = number_words(values, ends, *table, known, numbers, counts)
         return numbers[: counts.sum()], counts
 
 
