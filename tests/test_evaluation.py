@@ -244,6 +244,7 @@ def test_intervals_equal_those_of_sacrebleus_program(tmp_path, monkeypatch):
     check_intervals(tmp_path, 12, 40, monkeypatch)
 
 
+@pytest.mark.slow_except("bootstrap-bs")
 @pytest.mark.parametrize(("kind", "option"), [("bootstrap", "bs"), ("randomization", "ar")])
 def test_p_values_equal_those_of_sacrebleus_program(tmp_path, kind, option):
     check_paired_test(tmp_path, 30, kind, option, 50)

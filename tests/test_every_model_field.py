@@ -406,6 +406,7 @@ def test_hugging_face_refuses_or_keeps_every_field(name, tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_marian_refuses_or_keeps_every_field(tmp_path):
     def obstacle(config):
         return exports.exports(config)["marian-native"]
@@ -504,6 +505,7 @@ print("refused")
 """A new field of the mathematics with the role of its neighbors."""
 
 
+@pytest.mark.slow
 def test_a_field_of_a_forgotten_role_is_refused():
     result = subprocess.run(
         [sys.executable, "-c", FORK], capture_output=True, text=True, check=False

@@ -113,6 +113,7 @@ def test_the_folder_is_a_run_for_all_commands(tmp_path, monkeypatch, capsys):
     )
 
 
+@pytest.mark.slow
 def test_nnx_sees_the_same_parameters():
     """As in the last block of the page."""
     from flax import nnx

@@ -136,7 +136,7 @@ def test_a_run_learns_from_its_teacher(plain, tmp_path):
         with_changes(with_teacher, {"train": {"r_drop": 1.0}})
 
 
-@pytest.mark.slow_except("2-0")
+@pytest.mark.slow
 @pytest.mark.parametrize(("heads", "groups"), [(2, 0), (4, 2)])
 def test_heads_that_tensor_parallelism_would_divide_are_refused(tmp_path, heads, groups):
     config = with_changes(

@@ -60,6 +60,7 @@ def read(stream, count, position=DataPosition(), shard=Shard()):  # noqa: B008
         return [next(batches) for _ in range(count)]
 
 
+@pytest.mark.slow_except("bpe")
 @pytest.mark.parametrize(
     ("kind", "data"),
     [
@@ -170,6 +171,7 @@ def wait_until(condition, seconds=60):
         time.sleep(0.05)
 
 
+@pytest.mark.slow_except("2")
 @pytest.mark.parametrize("killed", [1, 2])
 def test_batches_go_on_when_workers_are_killed(killed, caplog):
     expected = read(stream_of(0, subword_sampling=0.2), 40)
@@ -216,6 +218,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.slow_except("SIGKILL")
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM", "SIGINT"])
 def test_no_worker_outlives_the_process(name):
     script = "\n".join(line.strip() for line in SCRIPT.splitlines()).replace("pass", "    pass")

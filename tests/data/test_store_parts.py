@@ -48,7 +48,7 @@ def whole(tmp_path):
     return bytes_of(tmp_path / "whole")
 
 
-@pytest.mark.slow_except("1", "3")
+@pytest.mark.slow_except("3")
 @pytest.mark.parametrize("seed", range(5))
 def test_any_processes_make_the_same_bytes(seed, whole, tmp_path):
     generator = random.Random(seed)

@@ -105,6 +105,7 @@ def test_intact_data_sets_are_read(world, tmp_path):
         assert (outcome.code, case.problem(outcome)) == (0, ""), outcome
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 500), marks=pytest.mark.slow)])
 def test_exported_servers(seeds, world, record_counts):
     server, failures = servers.Server(world), []

@@ -297,6 +297,7 @@ def torch_with_ties(ties: str) -> interop.Family:
     )
 
 
+@pytest.mark.slow
 def test_tables_are_untied_by_copies_and_tied_again_if_equal():
     state = Variant("torch", ONE_VOCABULARY | PRE).build().state_dict()
     for name in ("src_tok_emb.embedding.weight", "generator.weight"):
@@ -321,6 +322,7 @@ def test_tables_are_untied_by_copies_and_tied_again_if_equal():
         adapt(untied, copies, torch_with_ties("all"))
 
 
+@pytest.mark.slow
 def test_a_scale_of_logits_is_multiplied_into_an_untied_output():
     state = VARIANTS["torch_pre_gelu"].build().state_dict()
     config, params = interop.load("torch", state, **VARIANTS["torch_pre_gelu"].hints)

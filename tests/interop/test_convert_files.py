@@ -32,7 +32,7 @@ def test_to_our_own_file_and_back_is_byte_identical(name, tmp_path):
     assert_identical(torch.load(tmp_path / "after.pt", weights_only=True), before)
 
 
-@pytest.mark.slow_except("True")
+@pytest.mark.slow
 @pytest.mark.parametrize("has_adam", [False, True])
 def test_our_own_file_is_written_and_read_from_python(has_adam, tmp_path):
     variant = VARIANTS["torch_pre_gelu"]
@@ -79,6 +79,7 @@ def paths(folder: Any, *names: str) -> list[Any]:
     return [folder / f"{name}.pt" for name in names]
 
 
+@pytest.mark.slow
 def test_new_biases_have_no_moments(tmp_path):
     variant = VARIANTS["opennmt_unbiased"]
     torch.save(trained_checkpoint(variant), tmp_path / "opennmt.pt")

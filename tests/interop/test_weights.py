@@ -125,6 +125,7 @@ def test_a_folded_projection_is_its_two_maps():
     assert (config.num_heads, config.num_encoder_layers, config.num_decoder_layers) == (4, 1, 0)
 
 
+@pytest.mark.slow_except("1-encoder", "3-decoder")
 @pytest.mark.parametrize("stack", ["encoder", "decoder"])
 @pytest.mark.parametrize("depth", [1, 3])
 def test_double_projection_layers_of_one_kind_need_no_model_around_them(stack, depth, tmp_path):

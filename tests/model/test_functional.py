@@ -39,7 +39,7 @@ def params_of(config):
     return jax.jit(functional.init, static_argnums=0)(config, jax.random.key(0))
 
 
-@pytest.mark.slow_except("init", "fused_attention", "residual_norm")
+@pytest.mark.slow_except("fused_attention", "residual_norm")
 @pytest.mark.parametrize("name", ["init", "apply", "fused_attention", "residual_norm"])
 def test_the_example_of_each_docstring_runs(name):
     text = inspect.getdoc(getattr(functional, name))
@@ -117,7 +117,7 @@ def attention_in_numpy(q, k, v, visible, bias):
     return np.einsum("bhts,bshu->bthu", weights / np.where(total == 0, 1, total), v)
 
 
-@pytest.mark.slow_except("True-einsum", "True-pallas_gpu")
+@pytest.mark.slow_except("True-pallas_gpu")
 @pytest.mark.usefixtures("gpu_kernels_by_einsum")
 @pytest.mark.parametrize("backend", ["einsum", "pallas_gpu", "pallas_tpu"])
 @pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.slow), True])

@@ -63,6 +63,7 @@ def with_gradients(function, inputs):
     return jax.jit(jax.value_and_grad(weighted, has_aux=True))(inputs[:-1])
 
 
+@pytest.mark.slow_except("True-True")
 @needs_gpu_interpreter
 @pytest.mark.parametrize(
     ("dropout", "bias"),
@@ -86,6 +87,7 @@ def test_any_number_of_rows():
     chex.assert_trees_all_close(with_gradients(fused, inputs), expected, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.slow
 @needs_gpu_interpreter
 def test_bfloat16_is_rounded_twice():
     low = example(dtype=jnp.bfloat16)

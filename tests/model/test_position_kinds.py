@@ -207,6 +207,7 @@ def test_attention_adds_a_bias_of_every_broadcastable_shape(float64):
         np.testing.assert_allclose(seen["scores"], shown, rtol=1e-14, atol=1e-14)
 
 
+@pytest.mark.slow
 def test_a_key_bias_is_trained_where_keys_are_rotated(float64):
     """Rotated, it adds to a score what depends on the distance: it has a gradient."""
     config = dataclasses.replace(TINY, position_kind="rotary")
@@ -238,7 +239,7 @@ def test_a_key_bias_is_trained_where_keys_are_rotated(float64):
     np.testing.assert_allclose(gradient, differences, rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.slow_except("rotary", "alibi")
+@pytest.mark.slow_except("alibi")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_order_of_tokens_matters(float64, kind):
     model, params = of(kind)
@@ -247,7 +248,7 @@ def test_the_order_of_tokens_matters(float64, kind):
     assert float(jnp.abs(difference[0]).min(axis=0).max()) > 1e-4
 
 
-@pytest.mark.slow_except("rotary-False", "t5_relative-False")
+@pytest.mark.slow_except("t5_relative-False")
 @pytest.mark.parametrize(
     ("kind", "has_inputs"),
     [

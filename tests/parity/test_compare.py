@@ -128,6 +128,7 @@ def tunz(dtype="float64"):
     return reference, variant.hints, parity.example(config)
 
 
+@pytest.mark.slow
 def test_the_module_is_left_as_it_was():
     reference, hints, batch = tunz()
     reference.train()

@@ -51,6 +51,7 @@ def projected_together(self, x, memory, mask):
     return self.layer_norm(x + self.fc(context.transpose(1, 2).flatten(2))), weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "forward", "missing"),
     [

@@ -246,6 +246,7 @@ def test_every_value_and_gradient_of_the_molecule_model_equals_ours():
     assert report.passed, report.first_divergence
 
 
+@pytest.mark.slow
 def test_the_publishers_example_comes_out_as_published():
     model = load("tajik")
     assert model.published.decode(model.targets[0]) == "تا غم فردا نخوریم"

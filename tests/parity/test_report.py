@@ -263,6 +263,7 @@ def test_html_escapes_and_says_pass_and_fail_in_words():
     assert 'style="width: 0%"' in text  # no difference
 
 
+@pytest.mark.slow
 def test_plots_are_written_in_the_format_of_their_name(tmp_path):
     trajectory = training().trajectory
     parity.plot_trajectory(trajectory, tmp_path / "steps.png")

@@ -108,6 +108,7 @@ def test_parts_of_a_remote_output_are_refused(uploaded_run, capfd):
         assert f"{option} continues the parts of a local --output: give a local file" in err
 
 
+@pytest.mark.slow
 def test_a_text_that_looks_like_a_path_is_a_text(uploaded_run, capfd):
     url, _ = uploaded_run
     _, _, err = run(["convert", "--from=flaxformer_mt", "--to=flaxformer_mt", url,

@@ -543,6 +543,7 @@ def test_a_full_disk(tmp_path):
     assert entries(kept) == sorted(map(str, steps))
 
 
+@pytest.mark.slow
 def test_a_read_only_folder(tmp_path):
     """Refused at once, or when it becomes so."""
     script = textwrap.dedent(SAVE_UNTIL_IT_FAILS)

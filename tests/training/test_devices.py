@@ -77,6 +77,7 @@ def test_pmap_agrees_with_one_device(setup, on_one, num_devices, parts, bigram):
     chex.assert_trees_all_close(on_many, expected, atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow_except("mesh")
 @pytest.mark.parametrize("strategy", ["mesh", "pmap"])
 def test_every_device_has_its_rows_and_the_whole_state(setup, strategy):
     tiny = setup.of(strategy, 8)
@@ -122,6 +123,7 @@ def test_a_created_state_is_the_placed_one(setup, parallel):
     assert len(set(memory)) == len(memory)
 
 
+@pytest.mark.slow_except("mesh")
 @pytest.mark.parametrize("strategy", ["mesh", "pmap"])
 def test_a_step_donates_the_placed_state_and_nothing_else(setup, strategy):
     tiny = setup.of(strategy, 8, bigram=True)

@@ -190,6 +190,7 @@ def test_r_drop_on_sharded_rows(setup):
     assert found[0]["r_drop"][0] > 1e-2 * found[0]["r_drop"][1]
 
 
+@pytest.mark.slow
 def test_without_dropout_r_drop_finds_no_divergence_and_twice_the_gradient(setup):
     plain, doubled = setup.of(bigram=True), setup.of(bigram=True, r_drop=5.0, accumulation_steps=4)
     state, batch = plain.state(), plain.batch(0)

@@ -211,6 +211,7 @@ def test_the_best_so_far_always_gets_its_checkpoint(runs):
     assert restore_params(run.folder, "best")[0] == 2
 
 
+@pytest.mark.slow_except("3")
 @pytest.mark.parametrize("stop", [None, 3])
 def test_training_stops_early_when_validations_do_not_improve(runs, stop):
     run = runs(eval_every=1, checkpoint_every=2, early_stopping_patience=2)

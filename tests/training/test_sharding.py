@@ -195,6 +195,7 @@ def test_any_tree_is_sharded_by_the_ends_of_its_paths(owner):
         assert found[f"state/{owner}/{path}"] == PartitionSpec(*axes)
 
 
+@pytest.mark.slow_except("parallel3")
 @pytest.mark.parametrize(
     "parallel",
     [

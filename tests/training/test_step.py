@@ -48,6 +48,7 @@ def test_parts_of_uneven_size_have_the_gradient_of_one_big_batch(setup, parts):
     assert optax.tree.norm(expected) > 0.1
 
 
+@pytest.mark.slow_except("True")
 @pytest.mark.parametrize("jit", [True, False])
 def test_a_step_reports_the_mean_over_target_tokens_and_keeps_types(setup, jit):
     tiny = setup.of(bigram=True)

@@ -87,6 +87,7 @@ def test_of_a_run_the_best_checkpoint_is_taken_and_its_average(setup, tmp_path, 
     chex.assert_trees_all_equal(load(tmp_path, tiny), params)
 
 
+@pytest.mark.slow_except("mesh")
 @pytest.mark.parametrize("strategy", ["mesh", "pmap"])
 def test_training_goes_on_from_there_and_so_does_the_average(setup, strategy):
     tiny = setup.of(strategy, num_devices=2, bigram=True, ema_decay=0.5)
@@ -206,6 +207,7 @@ def test_with_its_moments_a_run_goes_on_as_if_it_had_not_ended(
     chex.assert_trees_all_equal(*jax.device_get((further.params, again.params)))
 
 
+@pytest.mark.slow
 def test_moments_that_do_not_fit_are_named_and_begin_anew(setup, tmp_path):
     there = setup.of(bigram=True, freeze=("Embed",))
     folder = write_run(tmp_path / "run", there, after_steps(there, 2))
