@@ -186,7 +186,7 @@ def test_a_frozen_tree_is_sharded_once_and_not_donated():
     config = fmt.TransformerConfig(
         source_vocab_size=16, target_vocab_size=16, d_model=16, num_heads=2, d_ff=16
     )
-    frozen = jax.device_get(fmt.init(config, jax.random.key(0)))
+    frozen = jax.device_get(jax.jit(fmt.init, static_argnums=0)(config, jax.random.key(0)))
     seen = []
 
     def update(state, batch, key, frozen):

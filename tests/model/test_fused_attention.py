@@ -108,7 +108,7 @@ CASES = {
 }
 
 
-@pytest.mark.slow_except("everything-pallas_gpu", "cross-pallas_tpu")
+@pytest.mark.slow_except("everything-pallas_gpu")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "name",

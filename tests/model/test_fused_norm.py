@@ -80,6 +80,7 @@ def test_values_and_gradients_are_those_of_the_equations(bias, dropout):
     chex.assert_trees_all_close(with_gradients(fused, inputs), expected, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.slow
 @needs_gpu_interpreter
 def test_any_number_of_rows():
     inputs = example(rows=1, length=7)
@@ -100,6 +101,7 @@ def test_bfloat16_is_rounded_twice():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("gpu_kernels_by_einsum")
 def test_devices_draw_the_numbers_of_their_rows():
     inputs = example(rows=8)
@@ -116,6 +118,7 @@ def test_devices_draw_the_numbers_of_their_rows():
     chex.assert_trees_all_close(run(inputs[:-1]), expected, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.slow_except("1024")
 @needs_gpu_interpreter
 @pytest.mark.parametrize("width", [128, 1024])
 def test_it_is_lowered_for_gpus_without_one(width):

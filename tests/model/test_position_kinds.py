@@ -248,7 +248,7 @@ def test_the_order_of_tokens_matters(float64, kind):
     assert float(jnp.abs(difference[0]).min(axis=0).max()) > 1e-4
 
 
-@pytest.mark.slow_except("t5_relative-False")
+@pytest.mark.slow_except("rotary-False", "t5_relative-False")
 @pytest.mark.parametrize(
     ("kind", "has_inputs"),
     [
@@ -286,7 +286,7 @@ def test_cached_steps_equal_the_whole_pass(float64, kind, has_inputs):
             chex.assert_trees_all_close(logits[:, beam], whole[:, position], rtol=0, atol=1e-12)
 
 
-@pytest.mark.slow_except("rotary")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", DECISIVE)
 def test_sentences_of_a_step_can_have_different_positions(float64, kind):
     model, params = of(kind)

@@ -134,6 +134,7 @@ def test_hypotheses_can_continue_one_another(name):
     chex.assert_trees_all_close(swapped[1, 1], kept[1, 1], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_one_parameter_layout_runs_as_a_loop_and_unrolled():
     model, variables, source, target = initialise(TINY)
     unrolled = Compiled(CONFIGS["unrolled"])

@@ -61,13 +61,13 @@ def test_the_chunked_loss_is_the_loss_of_all_logits(
         return 2 * sums.objective, (sums.correct, sums.weights)
 
     def with_gradients(function):
-        return jax.value_and_grad(function, range(len(factors)), has_aux=True)(*factors)
+        return jax.jit(jax.value_and_grad(function, range(len(factors)), has_aux=True))(*factors)
 
     expected = with_gradients(whole)
     for max_logits in (1, 2 * 3 * 11, 0):  # chunks of one column, of three, and of all
         in_chunks = functools.partial(in_parts, max_logits)
         chex.assert_trees_all_close(with_gradients(in_chunks), expected, atol=1e-12)
-        chex.assert_trees_all_close(in_chunks(*factors), expected[0], atol=1e-12)
+        chex.assert_trees_all_close(jax.jit(in_chunks)(*factors), expected[0], atol=1e-12)
 
 
 @pytest.mark.slow
@@ -147,7 +147,7 @@ def test_the_chunked_loss_with_distillation_is_the_formula_of_all_logits(
         return 2 * sums.objective, (sums.loss, sums.term, sums.weights)
 
     def with_gradients(function):
-        return jax.value_and_grad(function, (0, 1, 2), has_aux=True)(*factors)
+        return jax.jit(jax.value_and_grad(function, (0, 1, 2), has_aux=True))(*factors)
 
     expected = with_gradients(whole)
     for max_logits in (1, 4 * 3 * 11, 0):

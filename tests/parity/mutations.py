@@ -691,7 +691,9 @@ CASES = [
         mutation,
         id=f"{family}-{mutation.cause}-{mutation.site}",
         marks=()
-        if family == "annotated" and _FIRST_OF_CAUSE[mutation.cause] is mutation
+        if family == "annotated"
+        and _FIRST_OF_CAUSE[mutation.cause] is mutation
+        and mutation.cause != "residual scale"  # It is long to explain.
         else pytest.mark.slow,
     )
     for family, mutation in _EVERY_CASE

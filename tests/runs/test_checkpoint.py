@@ -102,7 +102,8 @@ def test_the_state_of_adafactor_is_restored(tmp_path):
     def state_of(step):
         state = make_state(step)
         params = {"encoder": state.params, "output": {"bias": jnp.ones(3)}}
-        _, opt_state = optimizer.update(params, optimizer.init(params), params)
+        update = jax.jit(lambda params: optimizer.update(params, optimizer.init(params), params))
+        _, opt_state = update(params)
         return dataclasses.replace(state, params=params, opt_state=opt_state)
 
     with Checkpoints(tmp_path) as checkpointer:

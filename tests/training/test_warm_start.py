@@ -128,7 +128,7 @@ def test_another_vocabulary_is_refused_with_the_shapes_that_differ(setup, tmp_pa
 
 
 def test_what_is_no_parameters_is_refused(setup, tmp_path):
-    tiny = setup.of()
+    tiny = setup.of(bigram=True)
     assert "there is no such file" in refusal(tmp_path / "missing", tiny)
     assert "not a run folder" in refusal(tmp_path, tiny)
     (tmp_path / "text").write_text("not weights")
