@@ -168,6 +168,7 @@ def test_interrupted_and_shared_translations_equal_a_whole_one(run, command, tmp
     assert_rejected(command("translate", "--run", run, "--resume"), "--input and --output")
 
 
+@pytest.mark.slow
 def test_json_lines_contain_the_requested_fields(run, command):
     lines = [{"text": "ein Hund"}, {"text": ""}]
     _, out, _ = command(

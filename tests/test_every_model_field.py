@@ -284,6 +284,16 @@ def implied(base, changes, published):
     }
 
 
+@pytest.mark.slow_except(
+    "num_kv_heads",
+    "tie_embeddings",
+    "feed_forward_gate",
+    "decoder_kind",
+    "value_dim",
+    "has_inputs",
+    "num_encoder_layers",
+    "qkv_bias",
+)
 @pytest.mark.parametrize("name", CHANGES)
 def test_parameters_and_arithmetic_are_counted(name):
     work = Work(sources=100, targets=80, source_pairs=500, target_pairs=300, cross_pairs=400)

@@ -51,6 +51,7 @@ def test_a_run_is_continued_with_its_objective_only(plain, tmp_path):
     assert plain.metrics("train")[0]["target_tokens"] == tokens
 
 
+@pytest.mark.slow
 def test_the_built_in_objective_given_as_a_function_trains_the_same_bits(plain, tmp_path):
     def same(config, params, batch, key, frozen):
         return fmt.cross_entropy(config, params, batch, key, smoothing=CONFIG.train.label_smoothing)

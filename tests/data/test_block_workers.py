@@ -60,7 +60,7 @@ def read(stream, count, position=DataPosition(), shard=Shard()):  # noqa: B008
         return [next(batches) for _ in range(count)]
 
 
-@pytest.mark.slow_except("bpe")
+@pytest.mark.slow_except("packed")
 @pytest.mark.parametrize(
     ("kind", "data"),
     [

@@ -204,6 +204,7 @@ def best_of(*per_row):
     return [tokens_of(result, row)[0] for row in range(len(per_row))]
 
 
+@pytest.mark.slow
 def test_an_improbable_phrase_appears():
     one = PhraseConstraints(P, phrases=((3, 4),))
     two = PhraseConstraints(P, phrases=((5,), (4,)))

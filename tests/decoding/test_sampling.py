@@ -91,7 +91,7 @@ def drawn(result):
     ]
 
 
-@pytest.mark.slow_except("all")
+@pytest.mark.slow_except("plain")
 @pytest.mark.parametrize("options", [PLAIN, ALL], ids=["plain", "all"])
 def test_sequences_are_drawn_with_their_probabilities(options):
     num_rows, constraints = 500, Constraints(2)

@@ -133,7 +133,7 @@ def assert_row_is(result, row, expected):
     assert (result.tokens[row, len(expected) :] == PAD).all()
 
 
-@pytest.mark.slow_except("all", "groups")
+@pytest.mark.slow_except("all")
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 @settings(max_examples=25, deadline=None)
 @given(seeds, ends, numbers, three_constraints)

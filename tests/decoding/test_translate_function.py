@@ -31,6 +31,7 @@ def test_translations_are_those_of_a_translator(talker):
     assert len(set(found)) > 3
 
 
+@pytest.mark.slow
 def test_another_call_compiles_nothing(talker):
     config, params, tokenizers, _ = talker.parts
     events = []

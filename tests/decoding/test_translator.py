@@ -74,6 +74,7 @@ def test_greedy_search_chooses_the_most_probable_token_of_the_full_pass(talker):
 CONSTRAINTS = {**BEAM, "no_repeat_ngram_size": 3, "bad_words": ("Hund",), "max_length": 24}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "sentences"),
     [
@@ -143,6 +144,7 @@ def test_an_ensemble_of_one_model_twice_is_that_model(talker):
     assert mixed.translate(SENTENCES, 1) != single.translate(SENTENCES, 1)
 
 
+@pytest.mark.slow
 def test_attention_is_that_of_the_full_pass_and_aligns(talker):
     translator = make_translator(talker)
     (plain,) = translator.translate_n_best(["kleiner Hund bellt"], **BEAM)
@@ -167,6 +169,7 @@ def test_hypotheses_without_end_token_keep_all_their_tokens(talker):
         assert all(talker.model.eos_id not in h.tokens for h in hypotheses)
 
 
+@pytest.mark.slow
 def test_n_best_lists_are_sorted_distinct_and_begin_with_the_translation(talker):
     translator = make_translator(talker)
     lists = translator.translate_n_best(SENTENCES, 3)
@@ -466,6 +469,7 @@ def plainly_translate(talker, params, **options):
     return fmt.translate(model, params, tokenizers, SENTENCES[:3], beam_size=1, **options)
 
 
+@pytest.mark.slow
 def test_another_call_of_translate_compiles_nothing(talker, caplog):
     first = plainly_translate(talker, talker.params)
     other = jax.tree.map(lambda leaf: leaf + 0.5, talker.params)

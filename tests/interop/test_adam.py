@@ -90,7 +90,7 @@ def moments_by_name(variant: Variant, checkpoint: dict[str, Any]) -> dict[str, t
     }
 
 
-@pytest.mark.slow_except("tunz-omitted1")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "omitted"),
     [

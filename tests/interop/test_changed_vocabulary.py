@@ -135,7 +135,7 @@ def test_new_tokens_have_the_mean_of_their_pieces(kind, saved, tmp_path, capsys)
     assert_translates_as_generate(after, tmp_path / "large", texts[:4])
 
 
-@pytest.mark.slow_except("m2m100")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", LANGUAGES)
 def test_new_languages_begin_as_related_ones(kind, saved, tmp_path, capsys):
     name, like = LANGUAGES[kind]

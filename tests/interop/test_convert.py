@@ -345,6 +345,7 @@ def test_no_scale_is_multiplied_into_a_table_that_is_used_twice():
         adapt(config, params, fairseq, EPSILON)
 
 
+@pytest.mark.slow
 def test_only_a_key_bias_may_be_lost():
     biases = OPENNMT | {"qkv_bias": True, "feed_forward_bias": True}
     reference = Variant("opennmt", biases).build()

@@ -93,6 +93,7 @@ def test_new_biases_have_no_moments(tmp_path):
     assert not mean["decoder/layers/feed_forward/hidden/bias"].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "target", "reason"),
     [

@@ -49,6 +49,7 @@ def gradients_and_expected(
     return ours, theirs, max(np.abs(gradient).max() for gradient in theirs.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["annotated_1000_shared", pytest.param("jadore801120_prj_all", marks=pytest.mark.slow)]
 )

@@ -191,6 +191,7 @@ def test_damaged_dictionaries(content, message):
         read_fairseq(content, "d.txt")
 
 
+@pytest.mark.slow
 def test_folders_that_lack_something(tmp_path, folder):
     given = folder("sentencepiece")
 

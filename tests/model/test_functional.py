@@ -162,6 +162,7 @@ def test_attention_without_segments_sees_all_keys():
     chex.assert_trees_all_close(functional.fused_attention(q, k, v), expected, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("gpu_kernels_by_einsum")
 @pytest.mark.parametrize("fuses", [False, True])
 def test_residual_norm_is_its_equation(fuses, monkeypatch):

@@ -301,7 +301,7 @@ def test_sentences_of_a_step_can_have_different_positions(float64, kind):
         chex.assert_trees_all_close(logits, expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.slow_except("rotary")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", DECISIVE)
 def test_packed_rows_equal_separate_rows(float64, kind):
     model, params = of(kind)

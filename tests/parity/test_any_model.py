@@ -27,6 +27,7 @@ def test_values_and_gradients_agree():
     assert len(report.select("gradient")) == len(dict(CLASSIFIER.module().named_parameters()))
 
 
+@pytest.mark.slow
 def test_the_first_difference_is_found():
     report = CLASSIFIER.compare(with_values("layers.1.norm_2", eps=1e-3))
     assert report.first_divergence.site == "layers/1/layer"
@@ -328,6 +329,7 @@ def equinox_network():
     return tapped, params, [same(name.replace(".", "/"), name) for name in names]
 
 
+@pytest.mark.slow_except("equinox")
 @pytest.mark.parametrize("kind", ["linen taps", "linen intermediates", "equinox"])
 def test_modules_of_other_libraries_have_the_names_of_their_parts(kind):
     function, params, rules = (

@@ -68,6 +68,7 @@ def test_every_value_and_gradient_in_float32(family):
     assert max(row.max_rel for row in report.select("gradient")) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_first", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_bare_torch_transformer(batch_first):
     sizes = {"d_model": 16, "nhead": 4, "num_encoder_layers": 2, "num_decoder_layers": 2}

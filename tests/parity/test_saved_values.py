@@ -110,7 +110,7 @@ FIRST_WRONG = {tuple(wrong): wrong for family in reversed(WRONG) for wrong in WR
 
 
 # By default, each setting is wrong in one family.
-@pytest.mark.slow_except("jadore801120-settings0")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "settings"),
     [

@@ -298,6 +298,7 @@ def test_a_continued_run_counts_the_skipped_steps_before(runs):
         run(batch=bad, num_steps=10)
 
 
+@pytest.mark.slow
 def test_a_skipped_step_delays_a_regular_checkpoint_only(runs):
     run = runs(checkpoint_every=2, eval_every=100, keep_last=5)
     run(batch=spoiled(run.tiny, {1}))
