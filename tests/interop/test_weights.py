@@ -40,7 +40,7 @@ def assert_identical(tensors: dict[str, np.ndarray], state: dict[str, torch.Tens
         assert tensors[name].tobytes() == expected.tobytes(), name
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("float64", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", others_are_slow())
 def test_reference_to_ours_and_back_is_byte_identical(name, dtype, tmp_path):
     variant = ALL[name]
@@ -56,7 +56,7 @@ def test_reference_to_ours_and_back_is_byte_identical(name, dtype, tmp_path):
     chex.assert_trees_all_equal(again[1], params)
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", others_are_slow())
 def test_sizes_are_read_from_the_tensors(name):
     variant = ALL[name]
     state = variant.build().state_dict()
@@ -75,7 +75,7 @@ def flat(params: Any) -> dict[str, np.ndarray]:
     return flatten_dict(interop.model_params(params), sep="/")
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", others_are_slow())
 def test_trained_parameters_are_written_even_if_the_original_is_carried(name, tmp_path):
     variant = ALL[name]
     config, params = load(variant, variant.build().state_dict())
@@ -87,7 +87,7 @@ def test_trained_parameters_are_written_even_if_the_original_is_carried(name, tm
     chex.assert_trees_all_equal(flat(found), trained)
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", others_are_slow())
 def test_parameters_alone_are_enough_to_write_a_reference(name, tmp_path):
     variant = ALL[name]
     reference = variant.build()
@@ -260,7 +260,7 @@ def test_loaded_parameters_do_not_follow_the_module_they_came_from():
     np.testing.assert_array_equal(params["target_embedding"]["embedding"], before)
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", others_are_slow())
 def test_a_map_covers_every_parameter_of_the_model(name):
     variant = ALL[name]
     config, _ = load(variant, variant.build().state_dict())
