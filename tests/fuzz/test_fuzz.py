@@ -1,4 +1,4 @@
-"""Malformed input of every kind: some 80 cases here, 7,500 with `-m slow`.
+"""Malformed input of every kind: some 20 cases here, 7,500 with `-m slow`.
 
 A case is a function of (kind, seed). To run one again:
 

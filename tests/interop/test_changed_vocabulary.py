@@ -111,7 +111,7 @@ LANGUAGES = {
 }
 
 
-@pytest.mark.slow_except("marian")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_new_tokens_have_the_mean_of_their_pieces(kind, saved, tmp_path, capsys):
     before = huggingface.read(saved(kind), family=family_of(kind))[0]

@@ -383,6 +383,7 @@ def test_layers_without_embeddings_are_converted_as_they_are(tmp_path):
     chex.assert_trees_all_equal(params, interop.model_params(expected))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alias", FAMILY_ALIASES)
 def test_a_former_family_name_converts_as_the_current_one(alias, tmp_path):
     name = canonical_family(alias)

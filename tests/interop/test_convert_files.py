@@ -130,6 +130,7 @@ def test_safetensors_of_a_published_family_contain_no_adam(tmp_path):
     assert "PyTorch reads it from .pt files only" in note
 
 
+@pytest.mark.slow
 def test_the_console_script_reports_changes_on_standard_error(tmp_path, capsys):
     torch.save(VARIANTS["tunz"].build().state_dict(), tmp_path / "tunz.pt")
     options = ["--from", "tunz", "--to", "fairseq", "--set", "num_heads=4", "dropout_rate=0.2"]

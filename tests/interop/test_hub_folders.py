@@ -99,7 +99,7 @@ def test_outer_spaces_have_no_effect_on_scores(saved):
     assert outside == [inside] * 3
 
 
-@pytest.mark.slow_except("mbart50", "t5")
+@pytest.mark.slow_except("t5")
 @pytest.mark.parametrize("kind", hub_models.KINDS)
 def test_folder_to_run_to_folder(kind, saved, tmp_path):
     folder, theirs, _ = saved(kind)
