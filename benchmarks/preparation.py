@@ -55,8 +55,8 @@ def seconds_for_duplicates(folder: Path, count: int) -> float:
     """Returns the seconds that a search among `count` hashes takes, with writing them left out."""
     random = np.random.default_rng(0)
     parts = Parts(folder, "origin")
-    for number, start in enumerate(range(0, count, store_parts.PAIRS)):
-        size = min(store_parts.PAIRS, count - start)
+    for number, start in enumerate(range(0, count, store_parts.ROWS)):
+        size = min(store_parts.ROWS, count - start)
         hashes = random.integers(0, 2**64, size, np.uint64)
         hashes[: size // 5] = hashes[-(size // 5) :]
         path = folder / f"{number:06}"

@@ -15,6 +15,7 @@ from flaxformer_mt.data.corpora.corpus import (
 )
 from flaxformer_mt.data.corpora.entities import EntityCounter
 from flaxformer_mt.data.corpora.hold_out import hold_out
+from flaxformer_mt.data.corpora.shared_text import HeldOutText
 from flaxformer_mt.data.sanity_checks import check_unknown_rate
 from flaxformer_mt.data.stream.encoded_corpus import EncodedCorpus, encode_corpus
 from flaxformer_mt.data.stream.token_store import open_stores
@@ -98,9 +99,14 @@ def _described(division: Mapping[str, int]) -> str:
 
 
 def open_all(
-    config: ExperimentConfig, roles: Sequence[Role] = ("train", "valid", "test")
+    config: ExperimentConfig,
+    roles: Sequence[Role] = ("train", "valid", "test"),
+    cache_folder: Path | None = None,
 ) -> dict[str, list[Corpus]]:
-    """Opens the corpora of each role (there may be none for "test"), without reading them."""
+    """Opens the corpora of each role (there may be none for "test"), without reading them.
+
+    Which pairs are held out is kept in the cache folder.
+    """
     data, held_out = config.data, config.data.held_out_roles
 
     def opened(role: Role) -> list[StreamedCorpus]:
@@ -108,7 +114,7 @@ def open_all(
 
     divided: dict[str, list[Corpus]] = {}
     if held_out and {"train", *held_out} & {*roles}:
-        divided = hold_out(opened("train"), data, config.model.has_inputs)
+        divided = hold_out(opened("train"), data, config.model.has_inputs, cache_folder)
     return {role: divided[role] if role in divided else [*opened(role)] for role in roles}
 
 
@@ -141,7 +147,10 @@ def open_dataset(
 
     valid = evaluation_set("valid")
     test = evaluation_set("test") if corpora["test"] else None
-    stores = open_stores(cache_folder, corpora["train"], tokenizers, config, verify=verify)
+    held_out = HeldOutText.of([*corpora["valid"], *corpora["test"]], config.data)
+    stores = open_stores(
+        *(cache_folder, corpora["train"], tokenizers, config), held_out=held_out, verify=verify
+    )
     for encoded in (*stores, valid.tokens, *([test.tokens] if test else [])):
         check_unknown_rate(encoded, config.data)
     config = dataclasses.replace(config, model=_with_tables(config.model, tokenizers))

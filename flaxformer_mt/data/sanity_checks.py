@@ -7,16 +7,23 @@ import collections
 import itertools
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-import numpy as np
+from collections.abc import Iterable, Sequence
 
 from flaxformer_mt.config import DataConfig
-from flaxformer_mt.data.corpora.comparison import comparable, in_chunks
-from flaxformer_mt.data.corpora.corpus import Corpus, SentencePair
-from flaxformer_mt.data.corpora.filters import PairFilter, shortened
+from flaxformer_mt.data.corpora.corpus import Corpus
+from flaxformer_mt.data.corpora.filters import PairFilter
 from flaxformer_mt.data.corpora.languages import Identifier, are_similar
-from flaxformer_mt.data.corpora.rows import place_of, with_place
+from flaxformer_mt.data.corpora.rows import place_of
+from flaxformer_mt.data.corpora.shared_text import (
+    NEAR,
+    PAIR,
+    SOURCE,
+    TARGET,
+    HeldOutText,
+    Shared,
+    shown,
+    untagged,
+)
 from flaxformer_mt.data.stream.encoded_corpus import EncodedCorpus
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.writing_systems import has_visible
@@ -34,9 +41,6 @@ _MAJORITY = 0.8
 """Minimum mean probability of a side's language."""
 
 _PASS = "pass this check by data.check_languages=False"
-
-_NGRAM = 5
-"""Characters in an n-gram of near-duplicates."""
 
 _WORD = re.compile(r"[^\W\d_]+")
 
@@ -122,7 +126,7 @@ def check_languages(training: Sequence[Corpus], held_out: Sequence[Corpus]) -> N
 
 def _pieces(corpus: Corpus) -> tuple[list[str], list[str]]:
     """Divides the words of the first pairs, each sentence once, into pieces of enough letters."""
-    pairs = list(itertools.islice(_untagged(corpus), _PAIRS))
+    pairs = list(itertools.islice(untagged(corpus, corpus.pairs()), _PAIRS))
     return _of_length(source for source, _ in pairs), _of_length(target for _, target in pairs)
 
 
@@ -191,153 +195,51 @@ def _are_swapped(first: Sequence[str], second: Sequence[str]) -> bool:
     return are_similar(first[0], second[1]) and are_similar(first[1], second[0])
 
 
-_SHARED = (
-    "{} of the {} pairs of {} are also in the training corpus {}",
-    "{} of the {} pairs of {} have a source that the training corpus {} translates otherwise",
-    "{} of the {} pairs of {} have a target that the training corpus {} has with another source",
-    "{} of the {} pairs of {} have a near-duplicate of a side in the training corpus {}",
-)
-"""What a held-out pair may share with the training text; the earliest that applies counts."""
-
-_NEAR, _NOTHING = len(_SHARED) - 1, len(_SHARED)
+_SHARED = {
+    PAIR: "{} of the {} pairs of {} are also in the training corpus {}",
+    SOURCE: "{} of the {} pairs of {} have a source that the training corpus {} translates "
+    "otherwise",
+    TARGET: "{} of the {} pairs of {} have a target that the training corpus {} has with another "
+    "source",
+    NEAR: "{} of the {} pairs of {} have a near-duplicate of a side in the training corpus {}",
+}
 
 
 def warn_of_shared_text(
     training: Sequence[Corpus],
-    held_out: Sequence[Corpus],
+    held_out: HeldOutText,
     config: DataConfig,
     has_inputs: bool = True,
+    stores: Sequence[EncodedCorpus] = (),
 ) -> None:
     """Logs a warning for everything that a held-out corpus shares with a training corpus.
 
-    Texts are compared as `comparable` returns them, near-duplicates with `config.near_duplicates`
-    only. Training pairs that the filters drop do not count.
+    Training pairs that the filters drop do not count. A corpus is read unless its store has what it
+    shares.
     """
-    if config.hold_out_rule == "sides" and not config.near_duplicates:
-        # Those that are held out share nothing with what they were held out of.
-        held_out = [corpus for corpus in held_out if not corpus.may_be_empty]
-    if not held_out:
+    if not held_out.corpora:
         return
-    texts = [list(_untagged(corpus)) for corpus in held_out]
-    for corpus in training:
-        pairs = SharedPairs(corpus, list(itertools.chain(*texts)), config, has_inputs)
+    for corpus, store in itertools.zip_longest(training, stores):
+        known = store.shared.get(held_out.fingerprint) if store else None
+        shared = _shared(corpus, held_out, config, has_inputs) if known is None else known
         first = 0
-        for other, own in zip(held_out, texts, strict=True):
-            for kind, example in pairs.examples(range(first, first + len(own))):
-                count = int((pairs.kinds[first : first + len(own)] == kind).sum())
+        for other, own in zip(held_out.corpora, held_out.texts, strict=True):
+            for kind, message in _SHARED.items():
+                of_kind = [n for n in range(len(own)) if shared.get(first + n, (None,))[0] == kind]
+                if not of_kind:
+                    continue
+                pair = own[of_kind[0]]
                 _log.warning(
-                    "%s: its scores will be too good; the first is %s",
-                    _SHARED[kind].format(count, len(own), other.name, corpus.name),
-                    example,
+                    "%s: its scores will be too good; the first is %s (%s), in training %s",
+                    message.format(len(of_kind), len(own), other.name, corpus.name),
+                    shown(*pair),
+                    place_of(pair, of_kind[0] + 1),
+                    shared[first + of_kind[0]][1],
                 )
             first += len(own)
 
 
-class SharedPairs:
-    """What held-out pairs share with a training corpus.
-
-    Attributes:
-      kinds: int8 [held-out pairs], an index of `_SHARED`, or its length for nothing.
-    """
-
-    def __init__(
-        self,
-        training: Corpus,
-        held_out: Sequence[SentencePair],
-        config: DataConfig,
-        has_inputs: bool = True,
-    ):
-        self.kinds = np.full(len(held_out), _NOTHING, np.int8)
-        self._held_out = held_out
-        self._examples: dict[int, str] = {}
-        self._is_kept = PairFilter(config, training, has_inputs).keep
-        self._compared = [compared for _, compared in _with_compared(held_out)]
-        self._equal = [_numbers_by_text(pair[side] for pair in self._compared) for side in (0, 1)]
-        share = config.near_duplicates
-        self._near = [_NearDuplicates(texts, share) for texts in self._equal] if share else []
-        sources_to_find, targets_to_find = self._equal
-        for number, (pair, compared) in enumerate(_with_compared(_untagged(training)), 1):
-            if share or compared[0] in sources_to_find or compared[1] in targets_to_find:
-                self._compare(number, pair, compared)
-
-    def _compare(self, number: int, pair: SentencePair, compared: tuple[str, str]) -> None:
-        found = [texts.get(text, ()) for texts, text in zip(self._equal, compared, strict=True)]
-        for near, text in zip(self._near, compared, strict=False):
-            found.append(near.find(text))
-        if not any(found) or not self._is_kept(number, pair):
-            return
-        for kind, numbers in zip((1, 2, _NEAR, _NEAR), found, strict=False):
-            for held in numbers:
-                strongest = 0 if self._compared[held] == compared else kind
-                if strongest < self.kinds[held]:
-                    self.kinds[held] = strongest
-                    self._examples[held] = f"{_shown(*pair)} ({place_of(pair, number)})"
-
-    def examples(self, among: range) -> Iterator[tuple[int, str]]:
-        """Yields each kind that some of the held-out pairs have, with the first of these."""
-        for kind in range(_NOTHING):
-            found = np.flatnonzero(self.kinds[among.start : among.stop] == kind)
-            if len(found):
-                held = among.start + int(found[0])
-                pair = self._held_out[held]
-                shown = f"{_shown(*pair)} ({place_of(pair, int(found[0]) + 1)})"
-                yield kind, f"{shown}, in training {self._examples[held]}"
-
-
-def _with_compared(
-    pairs: Iterable[SentencePair],
-) -> Iterator[tuple[SentencePair, tuple[str, str]]]:
-    """Yields each pair with its texts as they are compared."""
-    for chunk in in_chunks(pairs):
-        sources, targets = map(comparable, zip(*chunk, strict=True))
-        yield from zip(chunk, zip(sources, targets, strict=True), strict=True)
-
-
-def _numbers_by_text(texts: Iterable[str]) -> dict[str, list[int]]:
-    """Returns the numbers, from 0, of each text that is not empty."""
-    numbers: dict[str, list[int]] = {}
-    for number, text in enumerate(texts):
-        if text:
-            numbers.setdefault(text, []).append(number)
-    return numbers
-
-
-class _NearDuplicates:
-    """Finds texts by the share of their n-grams of characters, of all that either text has."""
-
-    def __init__(self, numbers_by_text: Mapping[str, Sequence[int]], share: float):
-        self._share = share
-        self._numbers = [*numbers_by_text.values()]
-        self._texts_with: dict[str, list[int]] = {}
-        self._sizes = []
-        for place, text in enumerate(numbers_by_text):
-            ngrams = _ngrams(text)
-            self._sizes.append(len(ngrams))
-            for ngram in ngrams:
-                self._texts_with.setdefault(ngram, []).append(place)
-
-    def find(self, text: str) -> list[int]:
-        """Returns the numbers of the texts that are near to another."""
-        ngrams = _ngrams(text)
-        common = collections.Counter(
-            itertools.chain.from_iterable(self._texts_with.get(ngram, ()) for ngram in ngrams)
-        )
-        return [
-            number
-            for place, count in common.items()
-            if count >= self._share * (len(ngrams) + self._sizes[place] - count)
-            for number in self._numbers[place]
-        ]
-
-
-def _ngrams(text: str) -> set[str]:
-    return {text[end - _NGRAM : end] for end in range(_NGRAM, len(text) + 1)}
-
-
-def _untagged(corpus: Corpus) -> Iterator[SentencePair]:
-    tag = f"{corpus.tag} " if corpus.tag else ""
-    return (with_place((pair[0].removeprefix(tag), pair[1]), pair) for pair in corpus.pairs())
-
-
-def _shown(source: str, target: str) -> str:
-    return f"{shortened(source)} | {shortened(target)}" if source else shortened(target)
+def _shared(corpus: Corpus, held_out: HeldOutText, config: DataConfig, has_inputs: bool) -> Shared:
+    pairs = untagged(corpus, corpus.pairs())
+    is_kept = PairFilter(config, corpus, has_inputs).keep
+    return held_out.find(pairs, itertools.count(1), is_kept)

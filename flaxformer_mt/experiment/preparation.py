@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from flaxformer_mt import distributed
 from flaxformer_mt.config import DataConfig, ExperimentConfig
 from flaxformer_mt.config.fields import FieldRole, names_with
 from flaxformer_mt.data.corpora.corpus import Corpus
+from flaxformer_mt.data.corpora.shared_text import HeldOutText
 from flaxformer_mt.data.dataset import open_all, open_dataset
 from flaxformer_mt.data.sanity_checks import check_languages, check_not_blank, warn_of_shared_text
 from flaxformer_mt.data.stream.token_store import make_parts
@@ -26,10 +26,6 @@ from flaxformer_mt.runs import folder as run_folder
 from flaxformer_mt.runs.layout import CACHE
 from flaxformer_mt.training.objective import UserObjective, require_objective
 from flaxformer_mt.training.warm_start import require_parameters, require_vocabulary, tokenizer_path
-
-_ORIGIN = "origin.json"
-
-_log = logging.getLogger(__name__)
 
 
 def prepare(
@@ -70,7 +66,7 @@ def prepare(
         require_parameters(given.train.init_from, given.model)
     if given.decode.shortlist:
         require_shortlist(given.decode.shortlist)
-    corpora = open_all(given)
+    corpora = open_all(given, cache_folder=cache)
     for of_role in corpora.values():
         check_not_blank(of_role, given.model.has_inputs)
     if continued:
@@ -97,8 +93,13 @@ def prepare(
         experiment.load_start()  # Errors are raised before anything is written.
     if distributed.is_main():
         if not continued:
-            held_out = [*corpora["valid"], *corpora["test"]]
-            warn_of_shared_text(corpora["train"], held_out, given.data, given.model.has_inputs)
+            warn_of_shared_text(
+                corpora["train"],
+                HeldOutText.of([*corpora["valid"], *corpora["test"]], given.data),
+                given.data,
+                given.model.has_inputs,
+                dataset.training.corpora,
+            )
         if write and continued:
             run_folder.update_config(workdir, given, corpora)
         elif write:
@@ -128,19 +129,21 @@ def tokenize(given: ExperimentConfig, workdir: str | Path, index: int, count: in
       UserError: the data cannot be used, or the folder cannot be written.
     """
     config, corpora, tokenizers = _opened(given, Path(workdir))
-    make_parts(Path(workdir) / CACHE, corpora, tokenizers, config, index, count)
+    held_out = HeldOutText.of([*corpora["valid"], *corpora["test"]], config.data)
+    cache = Path(workdir) / CACHE
+    make_parts(cache, corpora["train"], tokenizers, config, index, count, held_out)
 
 
 def _opened(
     given: ExperimentConfig, workdir: Path
-) -> tuple[ExperimentConfig, Sequence[Corpus], Tokenizers]:
-    """Returns the configuration of a run, its training corpora and its vocabularies."""
-    corpora = open_all(given, ("train",))["train"]
-    check_not_blank(corpora, given.model.has_inputs)
+) -> tuple[ExperimentConfig, dict[str, list[Corpus]], Tokenizers]:
+    """Returns the configuration of a run, its corpora by role, and its vocabularies."""
+    corpora = open_all(given, cache_folder=workdir / CACHE)
+    check_not_blank(corpora["train"], given.model.has_inputs)
     if run_folder.holds_run(workdir, given):
         config = run_folder.with_stored_start(workdir, given)
         return config, corpora, run_folder.read_tokenizers(workdir)
-    config, tokenizers = _with_vocabulary(given, corpora, workdir / CACHE)
+    config, tokenizers = _with_vocabulary(given, corpora["train"], workdir / CACHE)
     return config, corpora, tokenizers
 
 
@@ -178,19 +181,10 @@ def _learned(
         },
         "has_inputs": has_inputs,
     }
-    folder = cache / "vocabulary"
-    origin = json.dumps(key, sort_keys=True)
-    atomic.make_folder(cache)
-
-    def announce(owner: str) -> None:
-        _log.warning("waiting for %s, which is learning a vocabulary in %s", owner, cache)
-
-    with atomic.locked(cache / "vocabulary.lock", announce):
-        file = folder / _ORIGIN
-        if file.is_file() and file.read_text(encoding="utf-8") == origin:
-            return Tokenizers.load(folder)
-        tokenizers = Tokenizers.train(corpora, data, has_inputs)
-        with atomic.new_folder(folder, replace=True) as partial:
-            tokenizers.save(partial)
-            (partial / _ORIGIN).write_text(origin, encoding="utf-8")
-        return tokenizers
+    return atomic.made_once(
+        cache / "vocabulary",
+        origin=json.dumps(key, sort_keys=True),
+        activity="learning a vocabulary",
+        make=lambda partial: Tokenizers.train(corpora, data, has_inputs).save(partial),
+        load=Tokenizers.load,
+    )

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from flaxformer_mt.config import CorpusConfig, DataConfig, ExperimentConfig, from_dict, to_dict
+from flaxformer_mt.data.corpora import hold_out
 from flaxformer_mt.data.corpora.comparison import comparable as all_comparable
 from flaxformer_mt.data.corpora.filters import PairFilter
 from flaxformer_mt.data.dataset import open_all, open_dataset
@@ -319,3 +320,29 @@ def test_comparable_text():
     assert comparable("\ud800 A") == "a"
     assert all_comparable(["a", "", "b\nc", "\n"]) == ["a", "", "b c", ""]
     assert all_comparable([]) == []
+
+
+def test_the_division_is_kept_for_other_processes_and_later_starts(tmp_path, monkeypatch):
+    rows = [f"{source}\t{target}" for source, target in numbered(200)]
+    rows[7] = "no tab"
+    (tmp_path / "own.tsv").write_text("\n".join(rows))
+    data = DataConfig(
+        path=str(tmp_path / "own.tsv"), hold_out=20, target_language="fr", bad_rows="drop"
+    )
+    config = ExperimentConfig(data=data)
+
+    def parts(cache=tmp_path / "cache"):
+        corpora = open_all(config, cache_folder=cache)
+        pairs = {role: [*corpora[role][0].pairs()] for role in corpora}
+        numbers = {role: [pair.number for pair in pairs[role]] for role in pairs}
+        return pairs, numbers, corpora["train"][0].division()
+
+    made = parts()
+    assert made == parts(None)
+    with monkeypatch.context() as patch:
+        patch.setattr(hold_out.Division, "_divide", None)  # It is not made again.
+        assert parts() == made
+    # It is of this text.
+    (tmp_path / "own.tsv").write_text("\n".join(rows[:150]))
+    assert parts()[2]["lines"] == 149
+    assert parts() == parts(None)

@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 
 import pytest
 
@@ -10,8 +11,8 @@ from flaxformer_mt.data.corpora.corpus import (
     open_corpora,
 )
 from flaxformer_mt.data.corpora.languages import Identifier, are_similar
+from flaxformer_mt.data.corpora.shared_text import HeldOutText
 from flaxformer_mt.data.sanity_checks import (
-    SharedPairs,
     check_languages,
     check_unknown_rate,
     warn_of_shared_text,
@@ -154,10 +155,16 @@ def corpus_of(name, *pairs, **fields):
     return ParallelCorpus(*([pair[side] for pair in pairs] for side in (0, 1)), name, **fields)
 
 
+def warn(training, held_out, data, **options):
+    warn_of_shared_text(training, HeldOutText.of(held_out, data), data, **options)
+
+
 def kinds(training, held_out, **options):
     """What each held-out pair shares: "pair", "source", "target", "near" or ""."""
-    shared = SharedPairs(training, [*held_out.pairs()], DataConfig(**options))
-    return [["pair", "source", "target", "near", ""][kind] for kind in shared.kinds]
+    text = HeldOutText.of([held_out], DataConfig(**options))
+    shared = text.find(training.pairs(), itertools.count(1))
+    names = ["pair", "source", "target", "near"]
+    return [names[shared[held][0]] if held in shared else "" for held in range(len(held_out))]
 
 
 @pytest.mark.parametrize(
@@ -188,7 +195,7 @@ def test_shared_text_is_counted_with_an_example_of_each_kind(caplog):
         "valid", ("x", "y"), ("A!", "b"), ("c", "z"), ("a", "d"), ("a", "B"), ("u", "b"),
         ("long " * 9, "e"),
     )  # fmt: skip
-    warn_of_shared_text([training], [held_out], DataConfig(max_words=5))
+    warn([training], [held_out], DataConfig(max_words=5))
     end = " europarl{}: its scores will be too good; the first is "
     assert caplog.messages == [
         "2 of the 7 pairs of valid are also in the training corpus" + end.format("")
@@ -207,7 +214,7 @@ def test_of_several_corpora_each_that_leaks_is_named(caplog):
         corpus_of("third", ("6 7", "7 6"), ("1 2 3", "3 2 1")),
     ]
     training = dataclasses.replace(DIGITS, tag="<y>", sources=[f"<y> {s}" for s in DIGITS.sources])
-    warn_of_shared_text([training, training], held_out, DataConfig())
+    warn([training, training], held_out, DataConfig())
     assert [message.partition(" that")[0].partition(" are also")[0] for message in
             caplog.messages] == 2 * [
         "1 of the 2 pairs of first", "1 of the 2 pairs of first have a source",
@@ -217,7 +224,7 @@ def test_of_several_corpora_each_that_leaks_is_named(caplog):
 
 def test_shared_text_of_a_language_model(caplog):
     training, held_out = corpus_of("all", ("", "a b"), ("", "c")), corpus_of("valid", ("", "A b."))
-    warn_of_shared_text([training], [held_out], DataConfig(), has_inputs=False)
+    warn([training], [held_out], DataConfig(), has_inputs=False)
     assert len(caplog.messages) == 1
     assert caplog.messages[0].startswith("1 of the 1 pairs of valid are also in")
 
@@ -227,7 +234,7 @@ def test_shared_text_is_named_by_its_lines(tmp_path, caplog):
     (tmp_path / "valid.tsv").write_bytes(b"en\tde\nno tab\nA cat.\tKatze.\na dog\tein hund\n")
     data = DataConfig(corpus="tsv", path=str(tmp_path), bad_rows="drop", target_language="de")
     training, held_out = (open_corpora(data, role) for role in ("train", "valid"))
-    warn_of_shared_text(training, held_out, data)
+    warn(training, held_out, data)
     assert f"a dog | ein hund ({tmp_path}/valid.tsv, line 4), in training " in caplog.text
     assert f"A dog. | Ein Hund. ({tmp_path}/train.tsv, line 3)" in caplog.text
 
@@ -236,7 +243,7 @@ def test_pairs_that_were_held_out_are_not_looked_for_again(caplog):
     held_out = dataclasses.replace(
         open_corpora(DataConfig(corpus="reverse", generated_pairs=9), "train")[0], may_be_empty=True
     )
-    warn_of_shared_text([held_out], [held_out], DataConfig())
+    warn([held_out], [held_out], DataConfig())
     assert not caplog.messages
-    warn_of_shared_text([held_out], [held_out], DataConfig(hold_out_rule="source"))
+    warn([held_out], [held_out], DataConfig(hold_out_rule="source"))
     assert len(caplog.messages) == 1

@@ -8,6 +8,8 @@ import pytest
 
 from flaxformer_mt.config import DataConfig, ExperimentConfig
 from flaxformer_mt.data.corpora.corpus import ParallelCorpus, load_corpus
+from flaxformer_mt.data.corpora.shared_text import HeldOutText
+from flaxformer_mt.data.sanity_checks import warn_of_shared_text
 from flaxformer_mt.data.stream import store_parts
 from flaxformer_mt.data.stream.token_store import make_parts, open_stores
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
@@ -37,7 +39,7 @@ def bytes_of(folder):
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
-    monkeypatch.setattr(store_parts, "PAIRS", 7)
+    monkeypatch.setattr(store_parts, "ROWS", 7)
     monkeypatch.setattr(store_parts, "_HASHES_AT_ONCE", 10)
 
 
@@ -78,6 +80,32 @@ def test_duplicates_are_the_later_ones_of_both_corpora(tmp_path):
     hashes = np.fromfile(tmp_path / "train-1" / "seen.hashes", np.uint64)
     assert len(hashes) == len(seen)
     assert (np.diff(hashes.astype(object)) > 0).all()
+
+
+def test_what_held_out_text_shares_is_found_while_parts_are_made(tmp_path, caplog):
+    held_out = dataclasses.replace(
+        PHRASES,
+        sources=[PHRASES.sources[3], PHRASES.sources[30], "Nothing", PHRASES.sources[70]],
+        targets=[PHRASES.targets[3], "x", "nichts", PHRASES.targets[70]],
+        name="held out",
+    )
+    data = dataclasses.replace(CONFIG.data, max_words=9)
+    config = dataclasses.replace(CONFIG, data=data)
+    text = HeldOutText.of([held_out], data)
+    warn_of_shared_text(CORPORA, text, data)
+    read = [*caplog.messages]
+    assert len(read) == 3
+    caplog.clear()
+    for index in (1, 0):
+        make_parts(tmp_path, CORPORA, TOKENIZERS, config, index, 3, text)
+    stores = open_stores(tmp_path, CORPORA, TOKENIZERS, config, held_out=text)
+    unreadable = [dataclasses.replace(each, sources=[], targets=[""]) for each in CORPORA]
+    warn_of_shared_text(unreadable, text, data, stores=stores)
+    assert caplog.messages == read
+    # Of other held-out text, a store knows nothing.
+    other = HeldOutText([held_out], near_duplicates=0.9)
+    with pytest.raises(ValueError, match="zip"):
+        warn_of_shared_text(unreadable, other, data, stores=stores)
 
 
 class Dying(ParallelCorpus):

@@ -56,7 +56,7 @@ class Refusing(Corpus):
 
 
 def test_a_store_contains_the_tokens_of_the_kept_pairs(tmp_path, monkeypatch):
-    monkeypatch.setattr(store_parts, "PAIRS", 2)
+    monkeypatch.setattr(store_parts, "ROWS", 2)
     (stored,) = open_stores(tmp_path, [CORPUS], TOKENIZERS, CONFIG)
     kept = ParallelCorpus(
         [text for text in CORPUS.sources if text], ["a", "b c", "e f g", "a", "h"], "A"
@@ -212,7 +212,7 @@ def test_a_flipped_bit_rebuilds_a_store(tmp_path, caplog, name, position):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), UserError("line 3 is damaged")])
 def test_an_interruption_leaves_no_store(tmp_path, monkeypatch, error):
-    monkeypatch.setattr(store_parts, "PAIRS", 1)
+    monkeypatch.setattr(store_parts, "ROWS", 1)
     with pytest.raises(type(error)):
         open_stores(tmp_path, [Refusing(CORPUS, error)], TOKENIZERS, CONFIG)
     assert stores_in(tmp_path) == ["parts-0"]

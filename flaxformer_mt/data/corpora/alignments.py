@@ -53,23 +53,24 @@ class AlignedPair(Row):
 
 
 def stream_aligned(
-    pairs: Iterator[tuple[str, str]], name: str, path: Path
-) -> Iterator[AlignedPair]:
-    """Yields the pairs of the corpus `name` with the lines of its alignment file.
+    rows: Iterator[tuple[str, str] | None], name: str, path: Path
+) -> Iterator[AlignedPair | None]:
+    """Yields the rows of the corpus `name` with the lines of its alignment file.
 
     Raises:
-      UserError: the file has another number of lines than the corpus has pairs.
+      UserError: the file has another number of lines than the corpus has rows.
     """
     lines = stream_lines(path)
-    for number, (pair, line) in enumerate(itertools.zip_longest(pairs, lines)):
-        if pair is None or line is None:
-            counts = [number + (pair is not None), number + (line is not None)]
+    end = ("", "")
+    for number, (row, line) in enumerate(itertools.zip_longest(rows, lines, fillvalue=end)):
+        if row is end or line is end:
+            counts = [number + (row is not end), number + (line is not end)]
             counts = [
                 count + sum(1 for _ in rest)
-                for count, rest in zip(counts, (pairs, lines), strict=True)
+                for count, rest in zip(counts, (rows, lines), strict=True)
             ]
             raise UserError(
                 f"{path} has {counts[1]} lines, but {name} has {counts[0]} pairs: each line must "
                 "have the links of one pair"
             )
-        yield AlignedPair(pair, f"{path}, line {number + 1}", line)
+        yield row and AlignedPair(row, f"{path}, line {number + 1}", str(line))

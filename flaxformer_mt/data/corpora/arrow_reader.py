@@ -9,7 +9,7 @@ from typing import Any
 
 from flaxformer_mt.config.fields import suggestion
 from flaxformer_mt.data.corpora import headers
-from flaxformer_mt.data.corpora.rows import LINE_BREAKS, BadRows, Fault, decoded, placed
+from flaxformer_mt.data.corpora.rows import LINE_BREAKS, Fault, Reading, decoded, placed
 from flaxformer_mt.data.corpora.text_files import Source, digest_files, opened
 from flaxformer_mt.errors import UserError, first_line, requiring
 from flaxformer_mt.input_files import max_content, require_regular_files
@@ -99,7 +99,7 @@ def open_saved(
     flat = flat.select_columns([*columns]).with_format("arrow")
     files = [Path(file["filename"]) for file in rows.cache_files]
 
-    def pairs(bad_rows: BadRows) -> Iterator[tuple[str, ...]]:
+    def pairs(reading: Reading) -> Iterator[tuple[str, ...] | None]:
         for first in range(0, len(flat), _READ_AT_ONCE):
             try:
                 part = flat[first : first + _READ_AT_ONCE]
@@ -107,7 +107,8 @@ def open_saved(
                 raise UserError(f"{name} cannot be read: {error}") from error
             for number, pair in enumerate(_rows_of(part, columns), start=first + 1):
                 if isinstance(pair, Fault):
-                    bad_rows.add(None, number, pair)
+                    reading.add(None, number, pair)
+                    yield None
                 else:
                     yield placed(pair, None, number)
 

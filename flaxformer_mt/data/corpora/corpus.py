@@ -19,13 +19,13 @@ import random
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal, TypeAlias, cast
+from typing import Literal, NamedTuple, TypeAlias, cast
 
 from flaxformer_mt.config import CorpusConfig, DataConfig
 from flaxformer_mt.data.corpora import arrow_reader, tables, text_files, tfds_reader
 from flaxformer_mt.data.corpora.alignments import stream_aligned
 from flaxformer_mt.data.corpora.entities import unescaped
-from flaxformer_mt.data.corpora.rows import BadRows, Dropped, merged, with_place
+from flaxformer_mt.data.corpora.rows import Dropped, Reading, merged, with_place
 from flaxformer_mt.data.corpora.text_files import Source, of_files
 from flaxformer_mt.errors import UserError, requiring
 from flaxformer_mt.remote import copies
@@ -44,6 +44,15 @@ _WITH_COLUMNS = ("tsv", "csv", "jsonl", "parquet", "datasets")
 
 _Draw: TypeAlias = Callable[[random.Random], tuple[str, Callable[[], str]]]
 """Draws a source, and a function that returns its translation."""
+
+
+class Chunk(NamedTuple):
+    """The pairs of some consecutive rows of a corpus."""
+
+    pairs: list[SentencePair]
+    numbers: list[int]
+    """The number of the row of each pair, from 1."""
+    malformed: dict[str, Dropped]
 
 
 class Corpus(abc.ABC):
@@ -80,6 +89,21 @@ class Corpus(abc.ABC):
         Raises:
           UserError: the text is damaged, empty, or its two sides do not match.
         """
+
+    def chunks(
+        self, size: int, is_wanted: Callable[[int], bool] = lambda number: True
+    ) -> Iterator[Chunk | None]:
+        """Yields the pairs of every `size` rows.
+
+        Args:
+          size: number of rows in a chunk; the last one may have fewer.
+          is_wanted: whether a chunk, counted from 0, is read; otherwise None is yielded for it,
+            which costs next to nothing with text files.
+
+        Raises:
+          UserError: see `pairs`.
+        """
+        return _chunked(self.pairs(), Reading(), size, is_wanted)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,8 +162,8 @@ class StreamedCorpus(Corpus):
     languages: tuple[str, str]
     tag: str
     weight: float
-    stream: Callable[[], Iterator[SentencePair]]
-    """Opens an iterator over the pairs, without tags."""
+    stream: Callable[[Reading], Iterator[SentencePair | None]]
+    """Opens an iterator over the pairs, without tags; None for a row that is no pair."""
     digest: Callable[[], bytes]
     """Computes the SHA-256 of the underlying files or pairs."""
     division: Callable[[], dict[str, int]] | None = None
@@ -149,6 +173,7 @@ class StreamedCorpus(Corpus):
     """See `Corpus`."""
     malformed: Callable[[], dict[str, Dropped]] = dict
     """See `Corpus`."""
+    drops_malformed: bool = False
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -157,9 +182,29 @@ class StreamedCorpus(Corpus):
 
     def pairs(self) -> Iterator[SentencePair]:
         """See `Corpus.pairs`."""
+        return filter(None, self._rows(Reading(self.drops_malformed, self.name)))
+
+    def untagged(self) -> Iterator[SentencePair]:
+        """Yields the pairs without tags."""
+        return filter(None, self.stream(Reading(self.drops_malformed, self.name)))
+
+    def chunks(
+        self, size: int, is_wanted: Callable[[int], bool] = lambda number: True
+    ) -> Iterator[Chunk | None]:
+        """See `Corpus.chunks`."""
+        is_wanted = functools.cache(is_wanted)
+
+        def has_wanted(first: int, last: int) -> bool:
+            return any(map(is_wanted, range(first // size, (last - 1) // size + 1)))
+
+        reading = Reading(self.drops_malformed, self.name, has_wanted)
+        return _chunked(self._rows(reading), reading, size, is_wanted)
+
+    def _rows(self, reading: Reading) -> Iterator[SentencePair | None]:
+        rows = self.stream(reading)
         if not self.tag:
-            return self.stream()
-        return (with_place((f"{self.tag} {pair[0]}", pair[1]), pair) for pair in self.stream())
+            return rows
+        return (row and with_place((f"{self.tag} {row[0]}", row[1]), row) for row in rows)
 
 
 def open_corpora(config: DataConfig, role: Role, has_inputs: bool = True) -> list[StreamedCorpus]:
@@ -223,27 +268,26 @@ def open_corpus(
             "file that has them"
         )
     source = _open(corpus, data, prefix, has_inputs)
-    last = BadRows()
+    last = Reading()
 
-    def stream() -> Iterator[SentencePair]:
+    def stream(reading: Reading) -> Iterator[SentencePair | None]:
         nonlocal last
-        bad_rows = BadRows(data.bad_rows == "drop", source.name)
-        pairs = cast(Iterator[SentencePair], iter(source.rows(bad_rows)))
+        rows = iter(source.rows(reading))
         if not has_inputs:
-            pairs = (with_place(("", texts[-1]), texts) for texts in pairs)
+            rows = (row and with_place(("", row[-1]), row) for row in rows)
         if data.unescape_html:
-            pairs = (with_place((unescaped(pair[0]), unescaped(pair[1])), pair) for pair in pairs)
-        yield from pairs
-        bad_rows.check()
-        last = bad_rows
+            rows = (row and with_place((unescaped(row[0]), unescaped(row[1])), row) for row in rows)
+        yield from cast(Iterator[SentencePair | None], rows)
+        reading.check()
+        last = reading
 
     def digest() -> bytes:
         if source.digest is None:
-            return _digest_pairs(stream())
+            return _digest_pairs(opened.untagged())
         files = source.digest()
         return hashlib.sha256(b"unescaped" + files).digest() if data.unescape_html else files
 
-    return StreamedCorpus(
+    opened = StreamedCorpus(
         name=source.name,
         languages=_languages(corpus),
         tag=" ".join(corpus.tag.split()),
@@ -251,7 +295,9 @@ def open_corpus(
         stream=stream,
         digest=digest,
         malformed=lambda: last.dropped,
+        drops_malformed=data.bad_rows == "drop",
     )
+    return opened
 
 
 def with_alignments(corpus: StreamedCorpus, path: Path, option: str) -> StreamedCorpus:
@@ -265,7 +311,7 @@ def with_alignments(corpus: StreamedCorpus, path: Path, option: str) -> Streamed
         raise UserError(f"{option}={path} counts the words of sources, which have no tag: omit it")
     return dataclasses.replace(
         corpus,
-        stream=lambda: stream_aligned(corpus.stream(), corpus.name, path),
+        stream=lambda reading: stream_aligned(corpus.stream(reading), corpus.name, path),
         digest=lambda: hashlib.sha256(corpus.digest() + text_files.digest_file(path)).digest(),
         is_aligned=True,
     )
@@ -404,6 +450,24 @@ def _find(corpus: CorpusConfig, prefix: str, suffix: str) -> dict[str, Path]:
     return text_files.find_files(Path(folder), corpus.split, suffix, option)
 
 
+def _chunked(
+    rows: Iterator[SentencePair | None],
+    reading: Reading,
+    size: int,
+    is_wanted: Callable[[int], bool],
+) -> Iterator[Chunk | None]:
+    for number in itertools.count():
+        chunk = list(itertools.islice(rows, size))
+        if not chunk:
+            return
+        malformed = reading.take()
+        if is_wanted(number):
+            numbers = [n for n, row in enumerate(chunk, number * size + 1) if row is not None]
+            yield Chunk([*filter(None, chunk)], numbers, malformed)
+        else:
+            yield None
+
+
 def _digest_pairs(pairs: Iterable[SentencePair]) -> bytes:
     digest = hashlib.sha256()
     for source, target in pairs:
@@ -451,4 +515,4 @@ def _generate(corpus: CorpusConfig, data: DataConfig, draw: _Draw) -> Source:
         owner = splits[min(zlib.crc32(source.encode()) % 10, 2)]
         if owner == split and source not in pairs:
             pairs[source] = translate()
-    return Source(f"generated {kind}/{split}", lambda bad_rows: pairs.items(), None)
+    return Source(f"generated {kind}/{split}", lambda reading: pairs.items(), None)

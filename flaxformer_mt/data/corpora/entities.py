@@ -2,6 +2,7 @@
 
 import dataclasses
 import html
+import itertools
 import logging
 import re
 from collections.abc import Iterable
@@ -35,9 +36,9 @@ class EntityCounter:
     places: list[str] = dataclasses.field(default_factory=list)
     """The places of the first ones."""
 
-    def add(self, pairs: Iterable[tuple[str, str]], first: int = 1) -> None:
-        """Counts pairs, of which the first has this number in the corpus."""
-        for number, pair in enumerate(pairs, first):
+    def add(self, pairs: Iterable[tuple[str, str]], numbers: Iterable[int] | None = None) -> None:
+        """Counts pairs; `numbers` are those of their rows in the corpus, by default from 1."""
+        for number, pair in zip(numbers or itertools.count(1), pairs, strict=False):
             if "&" in pair[0] + pair[1] and unescaped(pair[0]) + unescaped(pair[1]) != "".join(
                 pair
             ):

@@ -12,9 +12,11 @@ import dataclasses
 import functools
 import hashlib
 import itertools
+import json
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -23,10 +25,12 @@ from flaxformer_mt.config.data import HeldOutRole
 from flaxformer_mt.data.corpora.comparison import hashed, in_chunks
 from flaxformer_mt.data.corpora.corpus import Corpus, Role, SentencePair, StreamedCorpus
 from flaxformer_mt.data.corpora.filters import PairFilter, options_in_use
+from flaxformer_mt.data.corpora.rows import Reading, Row, placed
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.runs import atomic
 
-_TRAIN, _LEFT_OUT = 0, -1
-"""Places of a line, besides those of the roles, which are counted from 1."""
+_TRAIN, _LEFT_OUT, _MALFORMED = 0, -1, -2
+"""Places of a row, besides those of the roles, which are counted from 1."""
 
 _FEWEST = 4
 """Pairs of the corpora per pair to hold out for a role, so that at least about half is left."""
@@ -41,14 +45,18 @@ _log = logging.getLogger(__name__)
 
 
 def hold_out(
-    corpora: Sequence[StreamedCorpus], config: DataConfig, has_inputs: bool = True
+    corpora: Sequence[StreamedCorpus],
+    config: DataConfig,
+    has_inputs: bool = True,
+    cache_folder: Path | None = None,
 ) -> dict[str, list[Corpus]]:
     """Returns the part of each training corpus for "train" and for each of `held_out_roles`.
 
     Corpora that no pairs are held out of have a part for "train" only. Their text is read when the
-    text of a part is asked for, or a fingerprint by the rule of earlier versions.
+    text of a part is asked for, unless the cache folder has its division, or a fingerprint by the
+    rule of earlier versions.
     """
-    division = Division(corpora, config, has_inputs)
+    division = Division(corpora, config, has_inputs, cache_folder)
     everything: tuple[Role, ...] = ("train", *division.roles)
     giving = {number for numbers, _, _ in division.quotas for number in numbers}
     return {
@@ -68,6 +76,8 @@ class Division:
     corpora: Sequence[StreamedCorpus]
     config: DataConfig
     has_inputs: bool = True
+    cache_folder: Path | None = None
+    """Where the division is kept for other processes and later starts; None = it is not."""
 
     @functools.cached_property
     def roles(self) -> tuple[HeldOutRole, ...]:
@@ -92,31 +102,48 @@ class Division:
 
     def describe(self, number: int) -> dict[str, int]:
         """Returns how many lines a corpus has, and how many of them in each place."""
-        places, _ = self._places[number]
+        places = self.divided.places[number]
         names: dict[int, str] = {**dict(self._numbered), _TRAIN: "train", _LEFT_OUT: "left_out"}
         counts = {name: int((places == place).sum()) for place, name in names.items()}
-        return {"lines": len(places), **counts}
+        return {"lines": sum(counts.values()), **counts}
 
     @functools.cached_property
-    def held_out(self) -> dict[str, list[list[SentencePair]]]:
-        """The pairs of each role, per corpus, without tags.
+    def divided(self) -> "_Divided":
+        """The place of each row, and the pairs that are held out."""
+        if self.cache_folder is None or self.config.hold_out_rule == "source":
+            return self._divide()
+        return atomic.made_once(
+            self.cache_folder / "division",
+            origin=self._digest.hex(),
+            activity="choosing the pairs to hold out",
+            make=lambda partial: self._divide().save(partial),
+            load=lambda folder: _Divided.load(folder, len(self.corpora)),
+        )
 
-        They are ordered by their hashes: the first ones are a sample of a file that is sorted.
-        """
+    def _divide(self) -> "_Divided":
         pairs: dict[str, list[list[SentencePair]]] = {role: [] for role in self.roles}
         for corpus, (places, hashes) in zip(self.corpora, self._places, strict=True):
             chosen = places > 0
-            texts = list(itertools.compress(corpus.stream(), chosen)) if chosen.any() else []
+            texts = list(itertools.compress(corpus.untagged(), chosen)) if chosen.any() else []
             order = np.argsort(hashes[chosen], kind="stable")
             for place, role in self._numbered:
                 is_of_role = places[chosen] == place
                 pairs[role].append([texts[index] for index in order if is_of_role[index]])
-        return pairs
+        places_of_rows = []
+        for number, (places, _) in enumerate(self._places):
+            is_pair = self._is_pair[number]
+            places_of_rows.append(np.full(len(is_pair), _MALFORMED, np.int8))
+            places_of_rows[-1][is_pair] = places
+        return _Divided(places_of_rows, pairs)
 
-    def training_pairs(self, number: int) -> Iterator[SentencePair]:
-        """Yields the pairs of a corpus that are trained on, if they pass the filters."""
-        places, _ = self._places[number]
-        return itertools.compress(self.corpora[number].stream(), places == _TRAIN)
+    def training_rows(self, number: int, reading: Reading) -> Iterator[SentencePair | None]:
+        """Yields the pairs of a corpus that are trained on, if they pass the filters.
+
+        It yields None for its other rows.
+        """
+        in_training = self.divided.places[number] == _TRAIN
+        rows = self.corpora[number].stream(reading)
+        return (row if is_in else None for row, is_in in zip(rows, in_training, strict=True))
 
     def digest(self, number: int, role: Role) -> bytes:
         """Returns the SHA-256 of all that determines the part of a corpus for a role."""
@@ -146,7 +173,7 @@ class Division:
 
     @functools.cached_property
     def _places(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """The place of each line, and its hash: int8 and uint64 [lines], per corpus."""
+        """The place of each pair, and its hash: int8 and uint64 [pairs], per corpus."""
         if self.config.hold_out_rule == "source":
             return [(self._by_source(hashes), hashes) for hashes in self._source_hashes]
         lines = [self._read(number) for number in range(len(self.corpora))]
@@ -154,6 +181,21 @@ class Division:
         ends = np.cumsum([len(part) for part in lines])[:-1]
         hashes = _hashes(np.concatenate(lines))
         return list(zip(np.split(places, ends), np.split(hashes, ends), strict=True))
+
+    @functools.cached_property
+    def _is_pair(self) -> dict[int, np.ndarray]:
+        """Which rows of each corpus that was read are pairs, bool [rows]."""
+        return {}
+
+    def _pairs(self, number: int) -> Iterator[SentencePair]:
+        """Yields the pairs of a corpus, and keeps which of its rows they are."""
+        corpus = self.corpora[number]
+        is_pair = bytearray()
+        for row in corpus.stream(Reading(corpus.drops_malformed, corpus.name)):
+            is_pair.append(row is not None)
+            if row is not None:
+                yield row
+        self._is_pair[number] = np.frombuffer(is_pair, np.bool_)
 
     def _read(self, number: int) -> np.ndarray:
         corpus = self.corpora[number]
@@ -163,7 +205,7 @@ class Division:
         is_filtered = gives and self.config.filter_held_out
         nowhere = itertools.repeat(0)  # What is dropped here is not reported.
         chunks = [np.empty(0, _LINE)]
-        for pairs in in_chunks(corpus.stream()):
+        for pairs in in_chunks(self._pairs(number)):
             sources, targets = zip(*pairs, strict=True)
             lines = np.empty(len(pairs), _LINE)
             lines["source"], lines["target"] = hashed(sources), hashed(targets)
@@ -279,9 +321,10 @@ class Division:
         return [
             # A language model has no sources.
             np.fromiter(
-                (_source_hash(source or target) for source, target in corpus.stream()), np.uint64
+                (_source_hash(source or target) for source, target in self._pairs(number)),
+                np.uint64,
             )
-            for corpus in self.corpora
+            for number in range(len(self.corpora))
         ]
 
     def _by_source(self, hashes: np.ndarray) -> np.ndarray:
@@ -294,6 +337,51 @@ class Division:
 
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 """A factor that makes the hash of a pair depend on which side a text is on."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Divided:
+    """Where each row of some corpora belongs."""
+
+    places: Sequence[np.ndarray]
+    """The place of each row of a corpus, int8 [rows]."""
+    held_out: Mapping[str, Sequence[Sequence[SentencePair]]]
+    """The pairs of each role, per corpus, without tags.
+
+    They are ordered by their hashes: the first ones are a sample of a file that is sorted.
+    """
+
+    def save(self, folder: Path) -> None:
+        for number, places in enumerate(self.places):
+            np.save(folder / f"{number}.npy", places)
+        values = {
+            role: [[_to_json(pair) for pair in of_corpus] for of_corpus in of_role]
+            for role, of_role in self.held_out.items()
+        }
+        (folder / _HELD_OUT).write_text(json.dumps(values))
+
+    @classmethod
+    def load(cls, folder: Path, count: int) -> "_Divided":
+        """Reads the division of `count` corpora."""
+        places = [np.load(folder / f"{number}.npy") for number in range(count)]
+        values = json.loads((folder / _HELD_OUT).read_text())
+        held_out = {
+            role: [[_from_json(*pair) for pair in of_corpus] for of_corpus in of_role]
+            for role, of_role in values.items()
+        }
+        return cls(places, held_out)
+
+
+_HELD_OUT = "held_out.json"
+
+
+def _to_json(pair: SentencePair) -> tuple[str, str, str, int]:
+    return (*pair, *((str(pair.path or ""), pair.number) if isinstance(pair, Row) else ("", 0)))
+
+
+def _from_json(source: str, target: str, path: str, number: int) -> SentencePair:
+    texts = source, target
+    return placed(texts, Path(path) if path else None, number) if number else texts
 
 
 def _source_hash(source: str) -> int:
@@ -333,10 +421,10 @@ def _among(keys: np.ndarray, few: np.ndarray) -> np.ndarray:
 def _part(division: Division, number: int, role: Role) -> StreamedCorpus:
     corpus = division.corpora[number]
 
-    def stream() -> Iterator[SentencePair]:
+    def stream(reading: Reading) -> Iterator[SentencePair | None]:
         if role == "train":
-            return division.training_pairs(number)
-        return iter(division.held_out[role][number])
+            return division.training_rows(number, reading)
+        return iter(division.divided.held_out[role][number])
 
     return dataclasses.replace(
         corpus,

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -61,7 +61,7 @@ def placed(texts: Iterable[str], path: Path | None, number: int) -> Row:
 
 
 class Fault(NamedTuple):
-    """What is wrong with a row."""
+    """What is wrong with a row, or why it was not read."""
 
     kind: str
     """Counted together: "not UTF-8"."""
@@ -84,6 +84,10 @@ def decoded(text: bytes, whole: str = "text") -> str | Fault:
             f" (byte {error.start + 1} of the {whole} is {text[error.start]:#04x})",
             "convert it to UTF-8",
         )
+
+
+NOT_WANTED = Fault("not wanted")
+"""In place of a line that is not read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +114,7 @@ class Dropped:
         return f"{self.count:,}, {first} {'; '.join([self.example, *self.more])}"
 
 
-def merged(reports: Iterable[dict[str, Dropped]]) -> dict[str, Dropped]:
+def merged(reports: Iterable[Mapping[str, Dropped]]) -> dict[str, Dropped]:
     """Adds up rows that were dropped from several corpora."""
     total: dict[str, Dropped] = {}
     for report in reports:
@@ -128,16 +132,26 @@ def added_up(earlier: Mapping[str, Dropped], later: Mapping[str, Dropped]) -> di
     return total
 
 
-class BadRows:
-    """The malformed rows that one reading of a corpus finds.
+class Reading:
+    """One reading of a corpus: the malformed rows that it finds, and the rows that are wanted.
 
     Args:
-      drops: whether they are counted in `dropped`, by kind, instead of being an error.
+      drops: whether malformed rows are counted in `dropped`, by kind, instead of being an error.
       name: origin of rows that are not of a file, for the message of the error.
+      is_wanted: whether any row is wanted from the first of a range, counted from 0, to before the
+        last. The others need not be read: `None` stands for each of them.
     """
 
-    def __init__(self, drops: bool = False, name: str = "") -> None:
+    def __init__(
+        self,
+        drops: bool = False,
+        name: str = "",
+        is_wanted: Callable[[int, int], bool] = lambda first, last: True,
+    ) -> None:
         self.dropped: dict[str, Dropped] = {}
+        self.is_wanted = is_wanted
+        self.rows_before = 0
+        """Number of rows in the files that were read."""
         self._drops = drops
         self._name = name
         self._errors: list[tuple[Path | None, int, Fault]] = []
@@ -151,6 +165,11 @@ class BadRows:
             return
         row = {fault.kind: Dropped(1, f"{place(path, number)}{fault.detail}")}
         self.dropped = merged([self.dropped, row])
+
+    def take(self) -> dict[str, Dropped]:
+        """Returns the rows that were dropped since the last call."""
+        dropped, self.dropped = self.dropped, {}
+        return dropped
 
     def check(self) -> None:
         """Raises `UserError` if a malformed row is an error; called at the end of each file."""

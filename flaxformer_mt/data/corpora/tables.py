@@ -24,7 +24,7 @@ from typing import Any, Literal, TypeAlias
 from flaxformer_mt.config.data import Quoting
 from flaxformer_mt.config.fields import suggestion
 from flaxformer_mt.data.corpora import arrow_reader, headers, text_files, tmx_reader
-from flaxformer_mt.data.corpora.rows import LINE_BREAKS, BadRows, Fault, placed
+from flaxformer_mt.data.corpora.rows import LINE_BREAKS, Fault, Reading, placed
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.input_files import parse_json
 
@@ -61,8 +61,8 @@ class Table:
     languages: tuple[str, str]
     quoting: Quoting
 
-    def stream(self, path: Path, *, bad_rows: BadRows) -> Iterator[tuple[str, ...]]:
-        """Yields the pairs of a file, which may be compressed."""
+    def stream(self, path: Path, *, reading: Reading) -> Iterator[tuple[str, ...] | None]:
+        """Yields the pairs of a file, which may be compressed; None for a malformed row."""
         indices: tuple[int, int] = (0, 1)
         widths: tuple[int, float] = (2, 2)
         match self.form:
@@ -80,12 +80,13 @@ class Table:
         least, most = widths
         source, target = indices
         for number, cells in rows:
+            if not isinstance(cells, Fault) and not least <= len(cells) <= most:
+                cells = self._fault(len(cells), indices, most)
             if isinstance(cells, Fault):
-                bad_rows.add(path, number, cells)
-            elif least <= len(cells) <= most:
-                yield placed((cells[source], cells[target]), path, number)
+                reading.add(path, number, cells)
+                yield None
             else:
-                bad_rows.add(path, number, self._fault(len(cells), indices, most))
+                yield placed((cells[source], cells[target]), path, number)
 
     def _rows(self, path: Path) -> _Rows:
         delimiter = "," if self.form == "csv" else "\t"

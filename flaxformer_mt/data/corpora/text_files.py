@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
-from flaxformer_mt.data.corpora.rows import BadRows, Fault, decoded, placed
+from flaxformer_mt.data.corpora.rows import NOT_WANTED, Fault, Reading, decoded, placed
 from flaxformer_mt.errors import UserError, prefixed, requiring
 from flaxformer_mt.input_files import open_regular
 
@@ -51,9 +51,9 @@ class Source(NamedTuple):
 
     name: str
     """Origin of the text, for messages."""
-    rows: Callable[[BadRows], Iterable[tuple[str, ...]]]
-    """Yields the texts of each pair, and adds what is malformed. Only the last text is used for a
-    language model."""
+    rows: Callable[[Reading], Iterable[tuple[str, ...] | None]]
+    """Yields the texts of each pair, or None for a row that is malformed, which it adds, or that is
+    not wanted. Only the last text is used for a language model."""
     digest: Callable[[], bytes] | None
     """Computes the SHA-256 of the underlying files; None = that of the pairs is used."""
 
@@ -82,8 +82,14 @@ def stream_lines(path: Path) -> Iterator[str]:
     return _valid(lines_and_faults(path), str(path))
 
 
-def lines_and_faults(path: Path) -> Iterator[str | Fault]:
-    """Yields lines like `stream_lines`, and what is wrong in place of those that are malformed."""
+def lines_and_faults(
+    path: Path, is_wanted: Callable[[int, int], bool] = lambda first, last: True
+) -> Iterator[str | Fault]:
+    """Yields lines like `stream_lines`, and what is wrong in place of those that are malformed.
+
+    Lines of which none `is_wanted`, see `Reading`, may be replaced by `NOT_WANTED`.
+    """
+    number = 0
     with opened(path) as file, explained(str(path)):
         start = file.peek(512)
         if not start.removeprefix(codecs.BOM_UTF8):
@@ -97,6 +103,10 @@ def lines_and_faults(path: Path) -> Iterator[str | Fault]:
                 rest = iter(functools.partial(file.readline, MAX_LINE_BYTES + 1), b"")
                 yield from _decoded(itertools.chain(io.BytesIO(block), rest))
                 return
+            first, number = number, number + block.count(b"\n") + (not block.endswith(b"\n"))
+            if not is_wanted(first, number):
+                yield from itertools.repeat(NOT_WANTED, number - first)
+                continue
             try:
                 text = block.decode()
             except UnicodeDecodeError:
@@ -158,15 +168,15 @@ def count_lines(stream: io.BufferedIOBase, name: str) -> int:
     return count + (last != b"\n")
 
 
-def counted(items: Iterable[_Item], activity: str) -> Iterator[_Item]:
-    """Yields pairs, and counts them after the text `activity` on standard error, if a terminal."""
+def counted(items: Iterable[_Item], activity: str, unit: str = "pairs") -> Iterator[_Item]:
+    """Yields items, and counts them after the text `activity` on standard error, if a terminal."""
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
     columns = (
         SpinnerColumn(),
-        TextColumn("{task.description}: {task.completed:,} pairs", markup=False),
+        TextColumn(f"{{task.description}}: {{task.completed:,}} {unit}", markup=False),
         TimeElapsedColumn(),
     )
     with Progress(
@@ -175,17 +185,22 @@ def counted(items: Iterable[_Item], activity: str) -> Iterator[_Item]:
         yield from progress.track(items, description=activity)
 
 
-def stream_parallel(*paths: Path, bad_rows: BadRows | None = None) -> Iterator[tuple[Any, ...]]:
+def stream_parallel(*paths: Path, reading: Reading | None = None) -> Iterator[Any]:
     """Yields the lines of a file with those of its translations, each of which is read once.
 
-    A malformed line is an error, or of `bad_rows` if they are given.
+    A malformed line is an error; with a `reading`, see there, None is yielded for it.
     """
-    read = stream_lines if bad_rows is None else lines_and_faults
+    read: Callable[[Path], Iterator[str | Fault]] = stream_lines
+    if reading is not None:
+        before, is_wanted = reading.rows_before, reading.is_wanted
+        read = functools.partial(
+            lines_and_faults, is_wanted=lambda first, last: is_wanted(before + first, before + last)
+        )
     rows = itertools.zip_longest(*map(read, paths))
     for number, lines in enumerate(rows, start=1):
         if None in lines:
-            if bad_rows is not None:
-                bad_rows.check()  # What is no text may be why the lines do not match.
+            if reading is not None:
+                reading.check()  # What is no text may be why the lines do not match.
             counts = [number - (line is None) for line in lines]
             for others in rows:
                 counts = [n + (line is not None) for n, line in zip(counts, others, strict=True)]
@@ -194,27 +209,30 @@ def stream_parallel(*paths: Path, bad_rows: BadRows | None = None) -> Iterator[t
                 f"{paths[0]} has {counts[0]} lines but {paths[other]} has {counts[other]}: "
                 "line i of one must translate line i of the other"
             )
-        faults = (
-            (path, line) for path, line in zip(paths, lines, strict=True) if isinstance(line, Fault)
-        )
-        fault = next(faults, None) if bad_rows else None
-        if bad_rows and fault:
-            bad_rows.add(fault[0], number, fault[1])
+        if Fault not in map(type, lines):
+            yield placed(cast(tuple[str, ...], lines), paths[0], number)
             continue
-        yield placed(cast(tuple[str, ...], lines), paths[0], number)
+        if reading is not None and NOT_WANTED not in lines:
+            path, fault = next(
+                each for each in zip(paths, lines, strict=True) if isinstance(each[1], Fault)
+            )
+            reading.add(path, number, cast(Fault, fault))
+        yield None
+    if reading is not None:
+        reading.rows_before += number
 
 
 def of_files(
-    files: Sequence[tuple[Path, ...]], read: Callable[..., Iterable[tuple[str, ...]]]
+    files: Sequence[tuple[Path, ...]], read: Callable[..., Iterable[tuple[str, ...] | None]]
 ) -> Source:
-    """Concatenates files, or groups of parallel files; `read(*group, bad_rows=)` reads each."""
+    """Concatenates files, or groups of parallel files; `read(*group, reading=)` reads each."""
     names = [" and ".join(map(str, group)) for group in files]
     more = f", and {len(files) - 1} more" if len(files) > 1 else ""
 
-    def rows(bad_rows: BadRows) -> Iterator[tuple[str, ...]]:
+    def rows(reading: Reading) -> Iterator[tuple[str, ...] | None]:
         for group in files:
-            yield from read(*group, bad_rows=bad_rows)
-            bad_rows.check()
+            yield from read(*group, reading=reading)
+            reading.check()
 
     return Source(f"{names[0]}{more}", rows, lambda: digest_files(itertools.chain(*files)))
 

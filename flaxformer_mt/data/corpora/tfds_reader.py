@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from flaxformer_mt.data.corpora.rows import LINE_BREAKS, BadRows, Fault, decoded, placed
+from flaxformer_mt.data.corpora.rows import LINE_BREAKS, Fault, Reading, decoded, placed
 from flaxformer_mt.data.corpora.text_files import Source, digest_file
 from flaxformer_mt.errors import UserError, first_line, requiring
 from flaxformer_mt.input_files import read_json, require_regular_files
@@ -40,7 +40,9 @@ def require_tfds() -> Any:
     return tensorflow_datasets
 
 
-def _pairs(records: Any, take: _Take, name: str, bad_rows: BadRows) -> Iterator[tuple[str, str]]:
+def _pairs(
+    records: Any, take: _Take, name: str, reading: Reading
+) -> Iterator[tuple[str, str] | None]:
     """Yields the pairs of a sequence of serialized examples; line breaks become spaces."""
     deserialize = records.dataset_info.features.deserialize_example_np
     for first in range(0, len(records), _READ_AT_ONCE):
@@ -54,7 +56,8 @@ def _pairs(records: Any, take: _Take, name: str, bad_rows: BadRows) -> Iterator[
                 ) from error
             fault = next((text for text in texts if isinstance(text, Fault)), None)
             if fault:
-                bad_rows.add(None, number + 1, fault)
+                reading.add(None, number + 1, fault)
+                yield None
             elif texts:
                 yield placed((LINE_BREAKS.sub(" ", str(text)) for text in texts), None, number + 1)
 
@@ -113,14 +116,14 @@ def open_split(path: str, split: str, languages: LanguagePair, prefix: str) -> S
     take = _find_languages(tfds, builder.info.features, languages, f"{prefix}path={path}", prefix)
     name = f"{path}/{split}"
 
-    def pairs(bad_rows: BadRows) -> Iterator[tuple[str, str]]:
+    def pairs(reading: Reading) -> Iterator[tuple[str, str] | None]:
         _check_lengths(files, name)
         is_empty = True
-        for pair in _pairs(records, take, name, bad_rows):
+        for pair in _pairs(records, take, name, reading):
             is_empty = False
             yield pair
-        bad_rows.check()
-        if is_empty and not bad_rows.dropped:
+        reading.check()
+        if is_empty:
             raise UserError(f"{name} has no example in {' and '.join(filter(None, languages))}")
 
     return Source(name, pairs, lambda: _digest(records, languages))

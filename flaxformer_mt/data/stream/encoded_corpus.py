@@ -5,7 +5,7 @@ encoded in memory, here. Sequences are not truncated: long pairs are handled in 
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -14,6 +14,7 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.data.corpora.alignments import AlignedPair
 from flaxformer_mt.data.corpora.corpus import ParallelCorpus, SentencePair
 from flaxformer_mt.data.corpora.rows import Dropped, place
+from flaxformer_mt.data.corpora.shared_text import Shared
 from flaxformer_mt.data.stream.links import Unlinked, encode_links
 from flaxformer_mt.data.stream.packing import Sentences, TokenPairs
 from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE
@@ -169,6 +170,8 @@ class EncodedCorpus(TokenPairs):
     parts: tuple[tuple[str, int], ...] = ()
     """See `ParallelCorpus.parts`."""
     places: Places | None = None
+    shared: Mapping[str, Shared] = dataclasses.field(default_factory=dict)
+    """What held-out text shares with it, by the fingerprint of that text, as far as is known."""
 
     def place(self, index: int) -> str:
         """Describes where a pair was read: file and line, if it is of a file."""

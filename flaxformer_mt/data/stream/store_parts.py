@@ -1,13 +1,13 @@
 """Parts of a token store: what several processes make, and what is left after a kill.
 
-A part has the pairs of `PAIRS` consecutive ones of a corpus that pass its filters. Each is a folder
+A part has the pairs of `ROWS` consecutive rows of a corpus that pass its filters. Each is a folder
 of arrays, written atomically, so that the parts that are missing can be made by any process, in any
-order. `end.json` has what only a complete reading of the corpus tells. Duplicates are found when
-the parts are joined, because they depend on all of them.
+order; of text files, a process reads only the rows of its parts. `end.json` has the number of
+parts, which a process knows that has come to the end of the corpus. Duplicates are found when the
+parts are joined, because they depend on all of them.
 """
 
 import dataclasses
-import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 
 from flaxformer_mt.config import ExperimentConfig
-from flaxformer_mt.data.corpora.corpus import Corpus, SentencePair
+from flaxformer_mt.data.corpora.corpus import Chunk, Corpus, SentencePair
 from flaxformer_mt.data.corpora.entities import EntityCounter
 from flaxformer_mt.data.corpora.filters import PairFilter, pair_hash
 from flaxformer_mt.data.corpora.rows import Dropped, Row, added_up
+from flaxformer_mt.data.corpora.shared_text import HeldOutText, Shared, untagged
 from flaxformer_mt.data.corpora.text_files import counted
 from flaxformer_mt.data.stream.encoded_corpus import EncodedPairs, encode_pairs
 from flaxformer_mt.data.stream.links import Unlinked
@@ -27,7 +28,7 @@ from flaxformer_mt.data.stream.packing import Sentences, TokenPairs
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.runs import atomic
 
-PAIRS = 20_000
+ROWS = 20_000
 _HASHES_AT_ONCE = 2**23
 _ARRAYS, _VALUES, _END = "arrays.npz", "part.json", "end.json"
 _HASHES, _ORDER = "hashes.npy", "order.npy"
@@ -45,6 +46,8 @@ class Part:
     """The index of the first pair of each file, and its name; "" if there is no file."""
     dropped: Mapping[str, Dropped]
     entities: EntityCounter
+    malformed: Mapping[str, Dropped]
+    shared: Shared
 
     def path(self, index: int) -> str:
         """Returns the file that a pair was read from; "" if there is none."""
@@ -79,6 +82,7 @@ class Parts:
         corpus: Corpus,
         tokenizers: Tokenizers,
         config: ExperimentConfig,
+        held_out: HeldOutText,
         first: int = 0,
         step: int = 1,
     ) -> None:
@@ -90,20 +94,16 @@ class Parts:
         end = self._end()
         if end is not None and all(map(self._has, range(first, end["parts"], step))):
             return
-        number = 0
-        pairs = counted(corpus.pairs(), f"tokenizing {corpus.name}")
-        while chunk := list(itertools.islice(pairs, PAIRS)):
-            if number % step == first and not self._has(number):
-                self._write(number, *_made(number * PAIRS, chunk, corpus, tokenizers, config))
-            number += 1
-        malformed = {kind: dataclasses.asdict(rows) for kind, rows in corpus.malformed().items()}
-        values = {"origin": self.origin, "parts": number, "malformed": malformed}
+        chunks = corpus.chunks(
+            ROWS, lambda number: number % step == first and not self._has(number)
+        )
+        count, unit = 0, f"parts of {ROWS:,} pairs"
+        for number, chunk in enumerate(counted(chunks, f"tokenizing {corpus.name}", unit)):
+            if chunk is not None:
+                self._write(number, *_made(chunk, corpus, tokenizers, config, held_out))
+            count += 1
+        values = {"origin": self.origin, "parts": count}
         atomic.write_text(self.folder / _END, json.dumps(values))
-
-    def malformed(self) -> dict[str, Dropped]:
-        """Returns the malformed rows of the corpus, which is read completely."""
-        rows = self._all()["malformed"].items()
-        return {kind: Dropped.from_dict(values) for kind, values in rows}
 
     def pairs_within(self, low: int, high: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yields the hashes of pairs in a range that includes its ends, and which pairs they are.
@@ -157,7 +157,9 @@ class Parts:
         values = {
             "origin": self.origin,
             "files": part.files,
-            "dropped": {reason: dataclasses.asdict(each) for reason, each in part.dropped.items()},
+            "dropped": _to_json(part.dropped),
+            "malformed": _to_json(part.malformed),
+            "shared": [*part.shared.items()],
             "unknown_examples": part.pairs.unknown_examples,
             "unlinked": part.pairs.unlinked,
             "entities": [part.entities.count, part.entities.places],
@@ -187,14 +189,23 @@ class Parts:
         pairs = EncodedPairs(
             tokens, tuple(values["unknown_examples"]), Unlinked(*values["unlinked"])
         )
-        dropped = {reason: Dropped.from_dict(each) for reason, each in values["dropped"].items()}
         return Part(
             pairs,
             arrays["numbers"],
             [(index, path) for index, path in values["files"]],
-            dropped,
+            _from_json(values["dropped"]),
             EntityCounter(*values["entities"]),
+            _from_json(values["malformed"]),
+            {held: (kind, example) for held, (kind, example) in values["shared"]},
         )
+
+
+def _to_json(dropped: Mapping[str, Dropped]) -> dict[str, Any]:
+    return {reason: dataclasses.asdict(each) for reason, each in dropped.items()}
+
+
+def _from_json(values: Mapping[str, Any]) -> dict[str, Dropped]:
+    return {reason: Dropped.from_dict(each) for reason, each in values.items()}
 
 
 def first_occurrences(parts: Parts, earlier: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
@@ -228,24 +239,21 @@ def first_occurrences(parts: Parts, earlier: np.ndarray) -> tuple[np.ndarray, li
 
 
 def _made(
-    before: int,
-    chunk: Sequence[SentencePair],
+    chunk: Chunk,
     corpus: Corpus,
     tokenizers: Tokenizers,
     config: ExperimentConfig,
+    held_out: HeldOutText,
 ) -> tuple[Part, np.ndarray]:
-    """Filters and encodes the pairs of a part, and hashes them if duplicates are dropped.
-
-    `before` is the number of pairs before it.
-    """
+    """Filters and encodes the pairs of a part, and hashes them if duplicates are dropped."""
     data, has_inputs = config.data, config.model.has_inputs
     entities = EntityCounter()
-    entities.add(chunk, before + 1)
+    entities.add(chunk.pairs, chunk.numbers)
     pair_filter = PairFilter(data, corpus, has_inputs)
     kept: list[SentencePair] = []
     numbers: list[int] = []
     files: list[tuple[int, str]] = []
-    for number, pair in enumerate(chunk, start=before + 1):
+    for number, pair in zip(chunk.numbers, chunk.pairs, strict=True):
         if pair_filter.keep(number, pair):
             path = str(pair.path or "") if isinstance(pair, Row) else ""
             if not files or files[-1][1] != path:
@@ -257,5 +265,13 @@ def _made(
         for source, target in (kept if data.drop_duplicates else [])
     ]
     pairs = encode_pairs(kept, tokenizers, has_inputs, corpus.is_aligned, data.subword_sampling > 0)
-    part = Part(pairs, np.array(numbers, np.int64), files, pair_filter.dropped, entities)
+    part = Part(
+        pairs,
+        np.array(numbers, np.int64),
+        files,
+        pair_filter.dropped,
+        entities,
+        chunk.malformed,
+        held_out.find(untagged(corpus, kept), numbers),
+    )
     return part, np.array(hashes, np.uint64)

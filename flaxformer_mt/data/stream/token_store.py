@@ -32,10 +32,12 @@ import numpy.typing as npt
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.config.experiment import values_with
 from flaxformer_mt.config.fields import FieldRole
+from flaxformer_mt.data.corpora import shared_text
 from flaxformer_mt.data.corpora.corpus import Corpus
 from flaxformer_mt.data.corpora.entities import EntityCounter
 from flaxformer_mt.data.corpora.filters import example_of, options_in_use
-from flaxformer_mt.data.corpora.rows import Dropped, added_up, place
+from flaxformer_mt.data.corpora.rows import Dropped, added_up, merged, place
+from flaxformer_mt.data.corpora.shared_text import HeldOutText, Shared
 from flaxformer_mt.data.stream.encoded_corpus import (
     CorpusReport,
     EncodedCorpus,
@@ -70,6 +72,8 @@ _FILES = {
 _Origin: TypeAlias = dict[str, Any]
 """The key of a store, as JSON: {"text": ..., "tokenizer": ..., "options": {name: value}}."""
 
+_NO_TEXT = HeldOutText(())
+
 _log = logging.getLogger(__name__)
 
 
@@ -79,6 +83,7 @@ def open_stores(
     tokenizers: Tokenizers,
     config: ExperimentConfig,
     *,
+    held_out: HeldOutText = _NO_TEXT,
     verify: bool = True,
 ) -> list[EncodedCorpus]:
     """Opens the stores of the training corpora, and builds those that are missing or out of date.
@@ -90,6 +95,7 @@ def open_stores(
       corpora: the training corpora, from `open_corpora`.
       tokenizers: the vocabularies.
       config: the experiment, with the options of the filters.
+      held_out: the text that is looked for in corpora while they are tokenized.
       verify: whether to compare the checksums of all files. One process does so for all that train
         together.
 
@@ -100,7 +106,7 @@ def open_stores(
     check_special_ids(tokenizers, config.model)
     _check_alignments(corpora, config)
     stores = [
-        _Store(cache_folder, corpora[: number + 1], tokenizers, config)
+        _Store(cache_folder, corpora[: number + 1], tokenizers, config, held_out)
         for number in range(len(corpora))
     ]
     with _locked(cache_folder):
@@ -121,6 +127,7 @@ def make_parts(
     config: ExperimentConfig,
     index: int,
     count: int,
+    held_out: HeldOutText = _NO_TEXT,
 ) -> None:
     """Makes every `count`th part of the stores of `open_stores`, from part `index`, if missing.
 
@@ -129,10 +136,11 @@ def make_parts(
     check_special_ids(tokenizers, config.model)
     _check_alignments(corpora, config)
     for number in range(len(corpora)):
-        store = _Store(cache_folder, corpora[: number + 1], tokenizers, config)
+        store = _Store(cache_folder, corpora[: number + 1], tokenizers, config, held_out)
         origin = store.origin()
         if not store.is_usable(origin, verify=False):
-            store.parts(origin).make(store.corpus, tokenizers, config, index, count)
+            parts = store.parts(origin)
+            parts.make(store.corpus, tokenizers, config, held_out, index, count)
 
 
 def has_parts(cache_folder: Path) -> bool:
@@ -179,6 +187,7 @@ class _Store:
     corpora: Sequence[Corpus]
     tokenizers: Tokenizers
     config: ExperimentConfig
+    held_out: HeldOutText
 
     @property
     def folder(self) -> Path:
@@ -217,6 +226,10 @@ class _Store:
             report=CorpusReport.from_dict(description["report"]),
             weight=self.corpus.weight,
             places=Places(_map(self.folder / "place.numbers", np.int64), description["places"]),
+            shared={
+                text: {int(held): (kind, example) for held, (kind, example) in shared.items()}
+                for text, shared in description.get("shared", {}).items()
+            },
         )
 
     def origin(self) -> _Origin:
@@ -257,20 +270,22 @@ class _Store:
 
     def parts(self, origin: _Origin) -> Parts:
         """The parts that the store is made of."""
-        digest = hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()
+        key = json.dumps([origin, self.held_out.fingerprint], sort_keys=True)
+        digest = hashlib.sha256(key.encode()).hexdigest()
         return Parts(self.cache_folder / f"{_PARTS}{len(self.corpora) - 1}", digest)
 
     def _build(self, origin: _Origin) -> None:
         parts = self.parts(origin)
-        parts.make(self.corpus, self.tokenizers, self.config)
+        parts.make(self.corpus, self.tokenizers, self.config, self.held_out)
         try:
             with atomic.new_folder(self.folder, replace=True) as partial:
-                report, files = self._join(parts, partial)
+                report, files, shared = self._join(parts, partial)
                 description = {
                     "origin": origin,
                     "files": sorted(path.name for path in partial.iterdir()),
                     "report": dataclasses.asdict(report),
                     "places": files,
+                    "shared": {self.held_out.fingerprint: shared},
                 }
                 (partial / "store.json").write_text(
                     json.dumps(description, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
@@ -279,11 +294,18 @@ class _Store:
         finally:
             atomic.delete(parts.folder)
 
-    def _join(self, parts: Parts, folder: Path) -> tuple[CorpusReport, list[tuple[int, str]]]:
-        """Writes the arrays; returns the report, and the files of the pairs, see `Places`."""
+    def _join(
+        self, parts: Parts, folder: Path
+    ) -> tuple[CorpusReport, list[tuple[int, str]], Shared]:
+        """Writes the arrays; returns the report, the files of the pairs, and what they share.
+
+        See `Places` and `EncodedCorpus.shared`.
+        """
         corpus, data = self.corpus, self.config.data
         entities = EntityCounter()
         dropped: dict[str, Dropped] = {}
+        malformed: dict[str, Dropped] = {}
+        shared: list[Shared] = []
         files: list[tuple[int, str]] = []
         lengths: dict[str, list[np.ndarray]] = {"sources": [], "targets": []}
         unknown = {"sources": 0, "targets": 0}
@@ -293,6 +315,8 @@ class _Store:
         for part in self._distinct(parts, folder) if data.drop_duplicates else parts:
             entities.merge(part.entities)
             dropped = added_up(dropped, part.dropped)
+            malformed = merged([malformed, part.malformed])
+            shared.append(part.shared)
             for index, path in part.files:
                 if not files or files[-1][1] != path:
                     files.append((written + index, path))
@@ -317,7 +341,7 @@ class _Store:
                 _append_ragged(folder / name, values, sentences.offsets)
 
         entities.warn(corpus.name)
-        dropped = {**parts.malformed(), **dropped}
+        dropped = {**malformed, **dropped}
         read = written + sum(reason.count for reason in dropped.values())
         if not written:
             reasons = ", ".join(f"{pairs.count:,} {reason}" for reason, pairs in dropped.items())
@@ -337,7 +361,8 @@ class _Store:
             for side, example in zip(lengths, examples, strict=True)
         )
         assert targets is not None
-        return CorpusReport(read, dropped, sources, targets), files
+        report = CorpusReport(read, dropped, sources, targets)
+        return report, files, shared_text.merged(shared)
 
     def _unknown(self, side: str) -> int:
         tokenizers = self.tokenizers

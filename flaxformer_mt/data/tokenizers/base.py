@@ -44,7 +44,8 @@ class Tokenizer(abc.ABC):
 
         It begins with `first_id`, or with its language if the text names one.
         """
-        return [self.with_first(tokens) for tokens in self.encode_parts(texts)]
+        parts = self.encode_parts(texts)
+        return parts if self.first_id is None else [self.with_first(tokens) for tokens in parts]
 
     @abc.abstractmethod
     def encode_parts(self, texts: Sequence[str]) -> list[list[int]]:

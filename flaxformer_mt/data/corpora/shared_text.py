@@ -1,0 +1,185 @@
+"""What held-out pairs share with training text, which makes their scores too good.
+
+Texts are compared as `comparable` returns them. A held-out pair counts for the strongest kind of
+what it shares.
+"""
+
+import collections
+import dataclasses
+import functools
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeAlias
+
+from flaxformer_mt.config import DataConfig
+from flaxformer_mt.data.corpora.comparison import comparable, in_chunks
+from flaxformer_mt.data.corpora.corpus import Corpus, SentencePair
+from flaxformer_mt.data.corpora.filters import shortened
+from flaxformer_mt.data.corpora.rows import place_of, with_place
+
+PAIR, SOURCE, TARGET, NEAR = range(4)
+"""Kinds: both sides, one side with another translation, a near-duplicate of a side."""
+
+_NGRAM = 5
+"""Characters in an n-gram of near-duplicates."""
+
+Shared: TypeAlias = dict[int, tuple[int, str]]
+"""By the number of a held-out pair, from 0: its kind, and the first training pair of this kind."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class HeldOutText:
+    """Held-out pairs, to be found in training text.
+
+    Args:
+      corpora: those with the pairs.
+      near_duplicates: share of common n-grams from which texts are near-duplicates; 0 = they are
+        not looked for.
+    """
+
+    corpora: Sequence[Corpus]
+    near_duplicates: float = 0.0
+
+    @classmethod
+    def of(cls, corpora: Sequence[Corpus], config: DataConfig) -> "HeldOutText":
+        """Returns the text of the corpora that can share anything with training text."""
+        if config.hold_out_rule == "sides" and not config.near_duplicates:
+            # Those that are held out share nothing with what they were held out of.
+            corpora = [corpus for corpus in corpora if not corpus.may_be_empty]
+        return cls(corpora, config.near_duplicates)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of all that `find` depends on, in hexadecimal."""
+        content = [[corpus.fingerprint for corpus in self.corpora], self.near_duplicates]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+    @functools.cached_property
+    def texts(self) -> list[list[SentencePair]]:
+        """The pairs of each corpus, without tags."""
+        return [list(untagged(corpus, corpus.pairs())) for corpus in self.corpora]
+
+    @functools.cached_property
+    def _compared(self) -> list[tuple[str, str]]:
+        return [compared for _, compared in _with_compared(itertools.chain(*self.texts))]
+
+    @functools.cached_property
+    def _equal(self) -> list[dict[str, list[int]]]:
+        return [_numbers_by_text(pair[side] for pair in self._compared) for side in (0, 1)]
+
+    @functools.cached_property
+    def _near(self) -> list["_NearDuplicates"]:
+        share = self.near_duplicates
+        return [_NearDuplicates(texts, share) for texts in self._equal] if share else []
+
+    def find(
+        self,
+        pairs: Iterable[SentencePair],
+        numbers: Iterable[int],
+        is_kept: Callable[[int, SentencePair], bool] = lambda number, pair: True,
+    ) -> Shared:
+        """Returns what is shared with training pairs.
+
+        Args:
+          pairs: the training pairs, without tags.
+          numbers: of their rows in their corpus, from 1.
+          is_kept: whether a pair is trained on; the others do not count.
+        """
+        shared: Shared = {}
+        sources, targets = self._equal
+        if not sources and not targets:
+            return shared
+        for number, (pair, compared) in zip(numbers, _with_compared(pairs), strict=False):
+            if not self._near and compared[0] not in sources and compared[1] not in targets:
+                continue
+            found = dict(self._found(compared))
+            if found and is_kept(number, pair):
+                example = f"{shown(*pair)} ({place_of(pair, number)})"
+                _add(shared, {held: (kind, example) for held, kind in found.items()})
+        return shared
+
+    def _found(self, compared: tuple[str, str]) -> Iterator[tuple[int, int]]:
+        """Yields the held-out pairs that share something, with kinds, the strongest one last."""
+        found = [texts.get(text, ()) for texts, text in zip(self._equal, compared, strict=True)]
+        for near, text in zip(self._near, compared, strict=False):
+            found.append(near.find(text))
+        for kind, numbers in reversed([*zip((SOURCE, TARGET, NEAR, NEAR), found, strict=False)]):
+            for held in numbers:
+                yield held, PAIR if self._compared[held] == compared else kind
+
+
+def merged(found: Iterable[Shared]) -> Shared:
+    """Joins what was found in parts of a corpus, in their order."""
+    total: Shared = {}
+    for each in found:
+        _add(total, each)
+    return total
+
+
+def _add(shared: Shared, later: Shared) -> None:
+    for held, (kind, example) in later.items():
+        if held not in shared or kind < shared[held][0]:
+            shared[held] = kind, example
+
+
+def untagged(corpus: Corpus, pairs: Iterable[SentencePair]) -> Iterator[SentencePair]:
+    """Yields pairs of a corpus without its tag."""
+    tag = f"{corpus.tag} " if corpus.tag else ""
+    return (with_place((pair[0].removeprefix(tag), pair[1]), pair) for pair in pairs)
+
+
+def shown(source: str, target: str) -> str:
+    """Returns the beginnings of the sides of a pair, for a message."""
+    return f"{shortened(source)} | {shortened(target)}" if source else shortened(target)
+
+
+def _with_compared(
+    pairs: Iterable[SentencePair],
+) -> Iterator[tuple[SentencePair, tuple[str, str]]]:
+    """Yields each pair with its texts as they are compared."""
+    for chunk in in_chunks(pairs):
+        sources, targets = map(comparable, zip(*chunk, strict=True))
+        yield from zip(chunk, zip(sources, targets, strict=True), strict=True)
+
+
+def _numbers_by_text(texts: Iterable[str]) -> dict[str, list[int]]:
+    """Returns the numbers, from 0, of each text that is not empty."""
+    numbers: dict[str, list[int]] = {}
+    for number, text in enumerate(texts):
+        if text:
+            numbers.setdefault(text, []).append(number)
+    return numbers
+
+
+class _NearDuplicates:
+    """Finds texts by the share of their n-grams of characters, of all that either text has."""
+
+    def __init__(self, numbers_by_text: Mapping[str, Sequence[int]], share: float):
+        self._share = share
+        self._numbers = [*numbers_by_text.values()]
+        self._texts_with: dict[str, list[int]] = {}
+        self._sizes = []
+        for place, text in enumerate(numbers_by_text):
+            ngrams = _ngrams(text)
+            self._sizes.append(len(ngrams))
+            for ngram in ngrams:
+                self._texts_with.setdefault(ngram, []).append(place)
+
+    def find(self, text: str) -> list[int]:
+        """Returns the numbers of the texts that are near to another."""
+        ngrams = _ngrams(text)
+        common = collections.Counter(
+            itertools.chain.from_iterable(self._texts_with.get(ngram, ()) for ngram in ngrams)
+        )
+        return [
+            number
+            for place, count in common.items()
+            if count >= self._share * (len(ngrams) + self._sizes[place] - count)
+            for number in self._numbers[place]
+        ]
+
+
+def _ngrams(text: str) -> set[str]:
+    return {text[end - _NGRAM : end] for end in range(_NGRAM, len(text) + 1)}
