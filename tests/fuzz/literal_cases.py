@@ -33,8 +33,8 @@ class Literal:
 
     @property
     def needs_a_run(self) -> bool:
-        """Whether a model is trained, or converted, before."""
-        return self._uses("run") or self.file.startswith(("run/", "flaxformer_mt."))
+        """Whether a model is trained, converted or saved before."""
+        return self._uses("run") or self.file.startswith(("run/", "marian/", "flaxformer_mt."))
 
     def case(self, world: World, folder: Path) -> Case:
         """Returns the case, whose files are in `folder`."""
