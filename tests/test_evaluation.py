@@ -377,6 +377,7 @@ def test_what_a_tokenizer_needs_is_named(monkeypatch):
         evaluate(HYPOTHESES, REFERENCES, tokenize="ja-mecab")
 
 
+@pytest.mark.slow
 def test_equal_texts_are_not_significantly_different():
     systems = {"a": ["a b c x", "e f g h"], "b": ["a b c x", "e f g h"]}
     references = ["a b c d", "e f g h"]

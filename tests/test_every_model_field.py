@@ -523,6 +523,7 @@ def test_a_field_of_a_forgotten_role_is_refused():
     assert result.stdout == "refused\n", result.stderr
 
 
+@pytest.mark.slow
 def test_as_many_groups_as_heads_are_the_same_model(tmp_path):
     config = interop.FAMILIES["torch"].configuration(**SIZES, num_kv_heads=SIZES["num_heads"])
     path = tmp_path / "model.safetensors"

@@ -82,6 +82,7 @@ def test_batches_are_the_same_with_any_number_of_workers(kind, data):
     assert max(after.streams or [(after.epoch, after.block)])[:2] > (0, 0)
 
 
+@pytest.mark.slow
 def test_a_worker_makes_the_rows_of_its_process_only(monkeypatch):
     places = []
     submit = BlockWorkers.submit
@@ -97,6 +98,7 @@ def test_a_worker_makes_the_rows_of_its_process_only(monkeypatch):
         chex.assert_trees_all_equal(part.decoder_target_tokens, batch.decoder_target_tokens[:128])
 
 
+@pytest.mark.slow
 def test_mapped_corpora_are_mapped_by_workers(tmp_path):
     corpora = []
     for number, corpus in enumerate(phrases()[1]):
@@ -118,6 +120,7 @@ def test_mapped_corpora_are_mapped_by_workers(tmp_path):
     chex.assert_trees_all_equal(read(stream, 5), expected)
 
 
+@pytest.mark.slow
 def test_files_that_are_gone_are_not_needed(tmp_path):
     """`fmt.packed` without a cache removes the files that it has mapped."""
     corpora = list(phrases()[1])

@@ -143,6 +143,7 @@ def test_what_was_made_before_a_kill_is_not_made_again(whole, tmp_path, monkeypa
     assert len(made) == len(set(made)) == -(-len(FIRST) // 7) + -(-len(SECOND) // 7)
 
 
+@pytest.mark.slow
 def test_parts_of_other_options_are_made_again(tmp_path):
     other = dataclasses.replace(CONFIG, data=DataConfig(max_words=3))
     make_parts(tmp_path / "both", CORPORA, TOKENIZERS, CONFIG, 0, 2)

@@ -417,6 +417,7 @@ def test_results_are_yielded_in_order_as_early_as_possible(order):
         assert given == max(order.index(index) for index in range(expected + 1)) + 1
 
 
+@pytest.mark.slow
 def test_a_search_without_scores_finds_the_same(talker):
     translator = make_translator(talker)
     for options in (GREEDY, SAMPLING):

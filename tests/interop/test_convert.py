@@ -413,6 +413,7 @@ def test_our_own_file_may_name_the_family_of_its_tensors_by_an_alias(tmp_path):
     assert own_format.read(own, {})[1] == "annotated_wide_heads"
 
 
+@pytest.mark.slow
 def test_positions_of_self_attention_belong_to_layers_alone():
     """Without embeddings other position kinds mean nothing, but rotations are part of a layer."""
     config = presets.double_projection(d_model=8, num_heads=2, d_ff=8)

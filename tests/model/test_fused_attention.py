@@ -492,6 +492,7 @@ def test_projections_are_computed_again_instead_of_stored():
     chex.assert_trees_all_close(*results.values(), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("gpu_kernels_by_einsum")
 def test_weights_on_request_come_from_the_einsum():
     config = dataclasses.replace(TINY, attention_backend="pallas_gpu")

@@ -165,6 +165,7 @@ def test_rotation_is_a_complex_product(float64, layout):
         np.testing.assert_allclose(found, expected, atol=1e-14)
 
 
+@pytest.mark.slow
 def test_rotated_scores_depend_on_the_distance_alone(float64):
     config = dataclasses.replace(TINY, position_kind="rotary")
     query, key = (jnp.asarray(np.random.default_rng(i).normal(size=(1, 3, 1, 4))) for i in (0, 1))
@@ -188,6 +189,7 @@ def test_angles_are_exact_in_float32_and_reach_beyond_max_length():
     assert bool(jnp.isnan(rotations(config, positions, 900)[0, 0, 1]).all())
 
 
+@pytest.mark.slow
 def test_attention_adds_a_bias_of_every_broadcastable_shape(float64):
     rng = np.random.default_rng(0)
     query, key, value = (jnp.asarray(rng.normal(size=(2, 3, n, 4))) for n in (5, 6, 6))

@@ -245,6 +245,7 @@ def test_tokens_outside_the_vocabulary_give_nan(token):
     assert jnp.isnan(vectors[0, 1]).all()
 
 
+@pytest.mark.slow
 def test_gradients_of_embeddings_are_added_up_in_float32():
     config = dataclasses.replace(TINY, dtype="bfloat16", scale_embeddings=False)
     embedding, tokens = Embedding(config, 4), jnp.full((1, 1025), 3)

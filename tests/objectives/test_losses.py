@@ -110,6 +110,7 @@ def test_padding_gets_no_probability_and_no_loss():
     assert not np.any(token_losses(logits, targets, 0.1, "non_pad_kl", PAD)[targets == PAD])
 
 
+@pytest.mark.slow_except("fairseq")
 @pytest.mark.parametrize("family", LOSSES)
 def test_without_padding_every_class_counts(family):
     logits, targets, _ = example("float32", padded=False)

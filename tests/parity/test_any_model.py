@@ -252,6 +252,7 @@ class Shared(torch.nn.Module):
         return self.layer(self.layer(x + self.table))
 
 
+@pytest.mark.slow
 def test_shared_modules_and_buffers():
     def function(params, x):
         x = parity.tap("first", (x + jnp.linspace(0.1, 0.3, 3)) @ params["kernel"])

@@ -300,6 +300,7 @@ def test_a_batch_of_another_form_is_refused(batch, message):
         parity.compare("tunz", reference, batch, **hints)
 
 
+@pytest.mark.slow
 def test_a_frozen_module_is_refused():
     reference, hints, batch = tunz()
     with pytest.raises(UserError, match=r"frozen: call module\.requires_grad_\(\)"):

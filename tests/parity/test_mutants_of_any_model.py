@@ -199,7 +199,7 @@ PAIRS = {
 }
 
 
-@pytest.mark.slow_except("mixer")
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_an_unchanged_module_agrees(model):
     report = MODELS[model][0].compare()

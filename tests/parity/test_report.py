@@ -232,7 +232,7 @@ class Page(html.parser.HTMLParser):
         self.data.append(data)
 
 
-@pytest.mark.slow_except("report0", "report1", "report2")
+@pytest.mark.slow_except("report0", "report1")
 @pytest.mark.parametrize("report", [agreeing, diagnosed, training(), training(differs=False)])
 def test_html_is_well_formed_and_needs_nothing_else(report):
     text = report.to_html()

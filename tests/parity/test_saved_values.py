@@ -239,6 +239,7 @@ def test_the_printed_script_saves_what_the_command_compares(saved, capsys, monke
     assert "all agree" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_script_calls_models_of_transformers_by_keywords(tmp_path, monkeypatch):
     settings = {"d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 20}
     for stack in ("encoder", "decoder"):

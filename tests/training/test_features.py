@@ -89,6 +89,7 @@ OVERFLOWING = {"kind": "adamw", "weight_decay": 1e6, "learning_rate": 1e6, "sche
 """Weight decay multiplies the parameters by about -1e12 in each step."""
 
 
+@pytest.mark.slow
 def test_an_update_that_is_not_finite_changes_nothing(setup):
     tiny = setup.of(bigram=True, optimizer=OVERFLOWING, ema_decay=0.5)
     state, metrics = tiny.state(), None
@@ -291,6 +292,7 @@ def test_report_of_what_is_trained(setup, tie, freeze, text):
 # The initial state.
 
 
+@pytest.mark.slow
 def test_a_state_can_be_made_in_place_on_a_mesh(setup):
     tiny = setup.of(bigram=True, ema_decay=0.9, freeze=("Embed",))
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])

@@ -102,6 +102,7 @@ def test_steps_beyond_the_end_of_a_run_are_not_traced(runs):  # noqa: F811
     assert not (run.folder / "profile").exists()
 
 
+@pytest.mark.slow
 def test_a_trace_that_cannot_be_written_stops_the_run_in_one_line(runs, monkeypatch):  # noqa: F811
     stop = jax.profiler.stop_trace
 

@@ -60,6 +60,7 @@ def refusal(path, tiny):
     return message
 
 
+@pytest.mark.slow
 def test_a_converted_checkpoint_comes_without_what_the_model_has_not(setup, tmp_path):
     tiny = setup.of()
     params = trained_elsewhere(tiny)
