@@ -63,7 +63,7 @@ def logits(bundle, source, target):
     return values["logits"]
 
 
-@pytest.mark.slow_except("marian")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_trimmed_vocabulary_computes_the_same(kind, saved, tmp_path, capsys):
     (tmp_path / "text").write_text("\n".join(NEEDED))
@@ -157,7 +157,6 @@ def test_new_languages_begin_as_related_ones(kind, saved, tmp_path, capsys):
     assert pair[0] == pair[1]
 
 
-@pytest.mark.slow
 def test_marian_learns_a_language_code(saved, tmp_path):
     options = ("--add-language", ">>tyv<<", "--like", ">>fra<<")
     after = convert("marian", saved("marian"), tmp_path / "large", *options)

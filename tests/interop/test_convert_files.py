@@ -49,6 +49,7 @@ def test_our_own_file_is_written_and_read_from_python(has_adam, tmp_path):
         interop.save(OWN, config, params, tmp_path / "own.pt")
 
 
+@pytest.mark.slow
 def test_our_own_file_can_be_converted_to_what_its_source_can(tmp_path):
     variant = VARIANTS["torch_pre_gelu"]
     torch.save(trained_checkpoint(variant), tmp_path / "torch.pt")

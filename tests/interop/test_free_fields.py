@@ -43,6 +43,7 @@ def test_remat_is_only_about_running():
     assert RUNNING.items() <= FREE.items()
 
 
+@pytest.mark.slow_except("double_projection")
 @pytest.mark.parametrize("name", others_are_slow())
 def test_a_checkpoint_is_the_same_whatever_the_free_fields(name, tmp_path):
     variant = ALL[name]

@@ -269,6 +269,7 @@ def test_a_map_covers_every_parameter_of_the_model(name):
     assert mapped == set(parameter_shapes(config))
 
 
+@pytest.mark.slow
 def test_every_preset_has_a_reference_and_a_map():
     assert FAMILIES.keys() == interop.FAMILIES.keys()
     for family in FAMILIES:

@@ -200,6 +200,7 @@ def test_a_loss_in_bits():
     check(compared("jadore801120", recipe=theirs), "loss", "logarithm base", "to the base 2, ours")
 
 
+@pytest.mark.slow
 def test_another_label_smoothing():
     theirs = dataclasses.replace(recipe("jadore801120"), loss=losses.torch_cross_entropy)
     report = compared("jadore801120", recipe=theirs)

@@ -68,6 +68,7 @@ def test_equal_modules_agree_and_what_is_elsewhere_is_noted(kind, forward, missi
     assert [missing in note for note in noted] == [True] * bool(missing)
 
 
+@pytest.mark.slow
 def test_a_difference_is_found_although_some_values_are_elsewhere():
     def wrong(self, x, memory, mask):
         outputs, weights = projected_together(self, x, memory, mask)
