@@ -145,6 +145,7 @@ def test_what_cannot_change_names_the_way_to_a_new_run(tmp_path, capsys):
     assert not Run(tmp_path / "new").fine_tuning_config().train.init_optimizer
 
 
+@pytest.mark.slow
 def test_a_changed_history_is_noticed(tmp_path, capsys):
     config = experiment_of(tmp_path)
     run = tmp_path / "run"

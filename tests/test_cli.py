@@ -90,6 +90,7 @@ def test_translate_keeps_line_structure(run, command):
     assert command("translate", "--run", run, stdin=b"") == (0, "", "")
 
 
+@pytest.mark.slow
 def test_translate_takes_search_options_and_checkpoints(run, command):
     _, out, _ = command(
         "translate", "--run", run, "--checkpoint", "2", "--beam-size", "2",
@@ -106,7 +107,7 @@ def test_translate_takes_search_options_and_checkpoints(run, command):
     ]
 
 
-@pytest.mark.slow_except("options0-text")
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["text", "jsonl"])
 @pytest.mark.parametrize(
     "options",
@@ -167,6 +168,7 @@ def test_interrupted_and_shared_translations_equal_a_whole_one(run, command, tmp
     assert_rejected(command("translate", "--run", run, "--resume"), "--input and --output")
 
 
+@pytest.mark.slow
 def test_json_lines_contain_the_requested_fields(run, command):
     lines = [{"text": "ein Hund"}, {"text": ""}]
     _, out, _ = command(
@@ -395,6 +397,7 @@ def test_translate_prompts_on_a_terminal(run, monkeypatch, capfdbinary):
     assert b"\n> " in captured.err
 
 
+@pytest.mark.slow
 def test_inspect_distinguishes_models(run, command):
     talker = make_talker()
     _, out, _ = command("inspect", "--run", run, "--json")
@@ -650,6 +653,7 @@ def test_help_does_not_import_jax():
     assert b"--beam-size" in result.stdout
 
 
+@pytest.mark.slow
 def test_shortlist_reads_the_output_of_lexicon(run, command, tmp_path):
     text, lexicon = tmp_path / "text", tmp_path / "lex.gz"
     text.write_text("\n".join(LINES))

@@ -244,6 +244,7 @@ def test_intervals_equal_those_of_sacrebleus_program(tmp_path, monkeypatch):
     check_intervals(tmp_path, 12, 40, monkeypatch)
 
 
+@pytest.mark.slow_except("bootstrap-bs")
 @pytest.mark.parametrize(("kind", "option"), [("bootstrap", "bs"), ("randomization", "ar")])
 def test_p_values_equal_those_of_sacrebleus_program(tmp_path, kind, option):
     check_paired_test(tmp_path, 30, kind, option, 50)
@@ -376,6 +377,7 @@ def test_what_a_tokenizer_needs_is_named(monkeypatch):
         evaluate(HYPOTHESES, REFERENCES, tokenize="ja-mecab")
 
 
+@pytest.mark.slow
 def test_equal_texts_are_not_significantly_different():
     systems = {"a": ["a b c x", "e f g h"], "b": ["a b c x", "e f g h"]}
     references = ["a b c d", "e f g h"]

@@ -284,6 +284,16 @@ def implied(base, changes, published):
     }
 
 
+@pytest.mark.slow_except(
+    "num_kv_heads",
+    "tie_embeddings",
+    "feed_forward_gate",
+    "decoder_kind",
+    "value_dim",
+    "has_inputs",
+    "num_encoder_layers",
+    "qkv_bias",
+)
 @pytest.mark.parametrize("name", CHANGES)
 def test_parameters_and_arithmetic_are_counted(name):
     work = Work(sources=100, targets=80, source_pairs=500, target_pairs=300, cross_pairs=400)
@@ -406,6 +416,7 @@ def test_hugging_face_refuses_or_keeps_every_field(name, tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_marian_refuses_or_keeps_every_field(tmp_path):
     def obstacle(config):
         return exports.exports(config)["marian-native"]
@@ -504,6 +515,7 @@ print("refused")
 """A new field of the mathematics with the role of its neighbors."""
 
 
+@pytest.mark.slow
 def test_a_field_of_a_forgotten_role_is_refused():
     result = subprocess.run(
         [sys.executable, "-c", FORK], capture_output=True, text=True, check=False
@@ -511,6 +523,7 @@ def test_a_field_of_a_forgotten_role_is_refused():
     assert result.stdout == "refused\n", result.stderr
 
 
+@pytest.mark.slow
 def test_as_many_groups_as_heads_are_the_same_model(tmp_path):
     config = interop.FAMILIES["torch"].configuration(**SIZES, num_kv_heads=SIZES["num_heads"])
     path = tmp_path / "model.safetensors"

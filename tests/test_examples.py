@@ -63,6 +63,7 @@ def test_a_file_of_your_own_without_training(example, trained, tmp_path):
     assert trained[0].data.columns == ("English", "French")
 
 
+@pytest.mark.slow
 def test_an_opus_mt_model_without_training(example, file, trained, trained_run, tmp_path):
     convert(OWN, "marian", trained_run, tmp_path / "opus")
     out = example("opus_mt", "opus", file, "--workdir", "tuned", "--sentence", "seven kilometers")

@@ -66,7 +66,7 @@ def test_a_run_in_float64_needs_it_enabled(tmp_path, name):
         flaxformer_mt.train(refused, tmp_path / "run")
 
 
-@pytest.mark.slow_except("train-change0")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("group", "change"),
     [("train", {"freeze": ("embeding",)}), ("model", {"attention_backend": "pallas_gpu"})],
@@ -97,6 +97,7 @@ def test_a_refused_continuation_leaves_the_run(run):
     assert run.latest_step == 2
 
 
+@pytest.mark.slow
 def test_a_run_is_continued(run):
     longer = dataclasses.replace(CONFIG, train=dataclasses.replace(CONFIG.train, num_steps=3))
     assert flaxformer_mt.train(longer, run.folder).latest_step == 3
@@ -220,6 +221,7 @@ class Seen(Tracker):
         self.calls.append(("translated", step, samples))
 
 
+@pytest.mark.slow
 def test_trackers_get_configuration_metrics_and_translations_and_may_fail(tmp_path, capsys):
     seen, failing = Seen(), Seen(fails=True)
     config = changed(train={"trackers": ()})

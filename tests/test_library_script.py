@@ -82,7 +82,7 @@ def test_the_script_of_the_readme_writes_a_run_that_translates(tmp_path):
     assert isinstance(model.translate("two hours"), str)
 
 
-@pytest.mark.slow  # By default, tests/system/test_train.py kills a run.
+@pytest.mark.slow  # By default, tests/training/test_loop.py stops a run.
 @pytest.mark.parametrize("mesh", ["fsdp=2, tensor=2", ""], ids=["8", "1"])
 def test_a_killed_script_continues_with_the_same_bits(tmp_path, mesh):
     whole, killed = whole_run(tmp_path / "whole", mesh), tmp_path / "killed"
@@ -113,6 +113,7 @@ def test_the_folder_is_a_run_for_all_commands(tmp_path, monkeypatch, capsys):
     )
 
 
+@pytest.mark.slow
 def test_nnx_sees_the_same_parameters():
     """As in the last block of the page."""
     from flax import nnx

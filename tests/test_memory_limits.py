@@ -213,6 +213,7 @@ def test_a_device_without_enough_memory_is_explained_and_the_corrected_run_start
     assert experiment.train(less, tmp_path / "run").latest_step == 1
 
 
+@pytest.mark.slow
 def test_the_longest_development_pair_is_named_if_it_needs_too_much_memory(monkeypatch, tmp_path):
     config = ExperimentConfig(
         model=dataclasses.replace(SMALL, source_vocab_size=0, target_vocab_size=0),

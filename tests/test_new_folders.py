@@ -39,7 +39,10 @@ OUTPUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("command", OUTPUTS)
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name == "parity")) for name in OUTPUTS],
+)
 def test_the_folders_of_an_output_are_made(trained_run, text, tmp_path, command):
     given = {"run": trained_run, "text": text, "folder": tmp_path, "out": tmp_path / "new/folder/X"}
     name, *_ = command.split()

@@ -55,6 +55,7 @@ def test_files_that_are_not_modules_are_part_of_the_wheel():
     assert packed == {path for path in others if path.is_file()}
 
 
+@pytest.mark.slow
 def test_the_wheel_has_every_module_and_the_configurations(tmp_path):
     """Its commands work in any folder, without the clone."""
     root, clone, place = Path(flaxformer_mt.__file__).parents[1], tmp_path / "clone", tmp_path / "x"

@@ -96,6 +96,7 @@ def test_curves_of_several_runs(trained_run):
         run.model("bset")
 
 
+@pytest.mark.slow
 def test_the_own_text_of_a_run_is_evaluated(trained_run):
     run = Run(trained_run)
     texts = run.texts("valid")

@@ -23,6 +23,7 @@ def test_the_users_flags_take_precedence_and_unknown_ones_are_omitted():
     assert "ynn" not in newer["XLA_FLAGS"]
 
 
+@pytest.mark.slow_except("None")
 @pytest.mark.parametrize("chosen", [None, "", "elsewhere"])
 def test_jax_starts_with_the_settings(tmp_path, chosen):
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "XLA_FLAGS": ""}

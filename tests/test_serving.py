@@ -177,6 +177,7 @@ def requests_of_the_page():
                 yield command
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command", [*requests_of_the_page()], ids=lambda command: command.text[:60]
 )

@@ -96,6 +96,7 @@ def check_batches(stream, tokenizers, count):
     assert linked > 100
 
 
+@pytest.mark.slow_except("train.align")
 @pytest.mark.parametrize("name", ["train.align", "train.align.gz"])
 def test_links_survive_filters_hold_out_duplicates_and_packing(tmp_path, name):
     pairs = list(number_pairs(400))

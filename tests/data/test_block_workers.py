@@ -60,6 +60,7 @@ def read(stream, count, position=DataPosition(), shard=Shard()):  # noqa: B008
         return [next(batches) for _ in range(count)]
 
 
+@pytest.mark.slow_except("packed")
 @pytest.mark.parametrize(
     ("kind", "data"),
     [
@@ -81,6 +82,7 @@ def test_batches_are_the_same_with_any_number_of_workers(kind, data):
     assert max(after.streams or [(after.epoch, after.block)])[:2] > (0, 0)
 
 
+@pytest.mark.slow
 def test_a_worker_makes_the_rows_of_its_process_only(monkeypatch):
     places = []
     submit = BlockWorkers.submit
@@ -96,6 +98,7 @@ def test_a_worker_makes_the_rows_of_its_process_only(monkeypatch):
         chex.assert_trees_all_equal(part.decoder_target_tokens, batch.decoder_target_tokens[:128])
 
 
+@pytest.mark.slow
 def test_mapped_corpora_are_mapped_by_workers(tmp_path):
     corpora = []
     for number, corpus in enumerate(phrases()[1]):
@@ -117,6 +120,7 @@ def test_mapped_corpora_are_mapped_by_workers(tmp_path):
     chex.assert_trees_all_equal(read(stream, 5), expected)
 
 
+@pytest.mark.slow
 def test_files_that_are_gone_are_not_needed(tmp_path):
     """`fmt.packed` without a cache removes the files that it has mapped."""
     corpora = list(phrases()[1])
@@ -170,6 +174,7 @@ def wait_until(condition, seconds=60):
         time.sleep(0.05)
 
 
+@pytest.mark.slow_except("2")
 @pytest.mark.parametrize("killed", [1, 2])
 def test_batches_go_on_when_workers_are_killed(killed, caplog):
     expected = read(stream_of(0, subword_sampling=0.2), 40)
@@ -216,6 +221,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.slow_except("SIGKILL")
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM", "SIGINT"])
 def test_no_worker_outlives_the_process(name):
     script = "\n".join(line.strip() for line in SCRIPT.splitlines()).replace("pass", "    pass")

@@ -334,7 +334,9 @@ def check_sizes(opened, roles, data, caplog):
             assert found[option] >= 0.9 * number or is_reported
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=[pytest.mark.slow] * (seed >= 8)) for seed in range(24)]
+)
 def test_held_out_pairs_of_any_text(tmp_path, tokenizers, caplog, seed):
     check_case(tmp_path, tokenizers, caplog, seed)
 

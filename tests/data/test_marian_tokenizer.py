@@ -132,7 +132,9 @@ def test_every_id_decodes_as_in_the_published_tokenizer(pair):
 
 
 @hypothesis.given(st.lists(st.text() | st.sampled_from(CHARACTERS)).map("".join))
-@hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
+@hypothesis.settings(
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture], max_examples=30
+)
 def test_any_text(joint, text):
     assert_same(joint, [text])
 

@@ -50,7 +50,7 @@ def whole(tmp_path):
     return bytes_of(tmp_path / "whole")
 
 
-@pytest.mark.slow_except("1", "3")
+@pytest.mark.slow_except("3")
 @pytest.mark.parametrize("seed", range(5))
 def test_any_processes_make_the_same_bytes(seed, whole, tmp_path):
     generator = random.Random(seed)
@@ -143,6 +143,7 @@ def test_what_was_made_before_a_kill_is_not_made_again(whole, tmp_path, monkeypa
     assert len(made) == len(set(made)) == -(-len(FIRST) // 7) + -(-len(SECOND) // 7)
 
 
+@pytest.mark.slow
 def test_parts_of_other_options_are_made_again(tmp_path):
     other = dataclasses.replace(CONFIG, data=DataConfig(max_words=3))
     make_parts(tmp_path / "both", CORPORA, TOKENIZERS, CONFIG, 0, 2)

@@ -399,6 +399,7 @@ def gathered(positions):
     return DataPosition.from_json(json.loads(text))
 
 
+@pytest.mark.slow
 def test_each_of_64_processes_plans_a_64th(many_streams, monkeypatch):
     corpus, setting = random_pairs(2100), config(rows=256)
     planned = []

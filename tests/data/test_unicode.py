@@ -91,6 +91,7 @@ def test_invisible_lines_are_empty_lines_in_translation_and_scoring(blank, talke
     assert scores[::2] == scores[1::2]
 
 
+@pytest.mark.slow
 def test_translations_do_not_depend_on_the_form_of_the_text(talker):
     translator, scorer = Translator(*talker.parts), Scorer(*talker.parts)
     composed = "der Hund läuft über die grüne Wiese"

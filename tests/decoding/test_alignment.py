@@ -192,12 +192,9 @@ def test_attention_is_that_of_the_full_model(talker):
     (found,) = teacher_force(
         talker.params, talker.model, talker.config.decode, [source], [target], attention=True
     )
-    _, weights = Transformer(talker.model).apply(
-        {"params": talker.params},
-        padded(source),
-        padded([talker.model.bos_id, *target[:-1]]),
-        return_attention=True,
-    )
+    apply = jax.jit(Transformer(talker.model).apply, static_argnames="return_attention")
+    inputs = padded([talker.model.bos_id, *target[:-1]])
+    _, weights = apply({"params": talker.params}, padded(source), inputs, return_attention=True)
     expected = weights.decoder_cross[-1, 0].mean(axis=0)[: len(target), : len(source)]
     np.testing.assert_allclose(found.attention, expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(found.attention.sum(axis=1), 1, rtol=1e-5)

@@ -131,6 +131,7 @@ def test_results_do_not_depend_on_order_or_other_sentences(decode):
         )
 
 
+@pytest.mark.slow
 def test_the_batch_size_does_not_change_translations():
     small = make_batcher(dataclasses.replace(BEAM, batch_tokens=1))
     found = dict(small.decode(requests()[:4]))

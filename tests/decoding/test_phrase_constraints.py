@@ -204,6 +204,7 @@ def best_of(*per_row):
     return [tokens_of(result, row)[0] for row in range(len(per_row))]
 
 
+@pytest.mark.slow
 def test_an_improbable_phrase_appears():
     one = PhraseConstraints(P, phrases=((3, 4),))
     two = PhraseConstraints(P, phrases=((5,), (4,)))
@@ -233,6 +234,7 @@ def test_the_fewest_phrases_are_lacking_if_not_all_fit():
     assert best_of(PhraseConstraints(1, phrases=((3, 4, 5), (4,)))) == [(4,)]
 
 
+@pytest.mark.slow
 def test_progress_with_phrases_that_overlap_themselves():
     tokens = np.array([[[3, 3, 4, 3, 3], [3, 3, 3, 5, 5]]], np.int32)
     required = np.array([[[3, 3, 4], [3, 3, -1], [3, 3, -1], [-1, -1, -1]]], np.int32)

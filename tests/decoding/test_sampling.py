@@ -91,7 +91,7 @@ def drawn(result):
     ]
 
 
-@pytest.mark.slow_except("all")
+@pytest.mark.slow_except("plain")
 @pytest.mark.parametrize("options", [PLAIN, ALL], ids=["plain", "all"])
 def test_sequences_are_drawn_with_their_probabilities(options):
     num_rows, constraints = 500, Constraints(2)
@@ -133,6 +133,7 @@ def test_samples_depend_on_the_key_alone():
     assert len(set(drawn(first))) > SAMPLES
 
 
+@pytest.mark.slow
 def test_samples_do_not_depend_on_when_their_row_began():
     world, rows = random_world(4), batched([Constraints(P)] * B, seeds=[1, 2, 3])
     late = find_with_staggered_starts(world, rows, PLAIN)
@@ -149,6 +150,7 @@ def test_fewer_samples_are_the_first_of_more():
         assert set(drawn(fewer)[2 * row : 2 * row + 2]) <= set(more[SAMPLES * row :][:SAMPLES])
 
 
+@pytest.mark.slow
 def test_scores_do_not_depend_on_the_temperature():
     world = random_world(5)
     result = find(world, batched([Constraints(P)] * B, seeds=[1, 2, 3]), ALL)

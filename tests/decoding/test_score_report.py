@@ -134,6 +134,7 @@ def test_layer_and_head_of_the_alignment_are_options(command):
     assert "--alignment-head=9: the decoder has" in err
 
 
+@pytest.mark.slow
 def test_a_corpus_has_a_perplexity(command):
     files = {"source": ["twelve", "Monday"], "target": ["zwölf", "Montag"]}
     metrics = json.loads(command("--summary", **files)[1])

@@ -95,6 +95,7 @@ def test_segments_fit_and_concatenated_are_the_text(text, limit, length):
         assert "".join(join([p.text for p in segments], segments).split()) == "".join(text.split())
 
 
+@pytest.mark.slow_except("a", ".", ",", ",'")
 @pytest.mark.parametrize(
     "unit",
     ["a", "字", ".", ",", ",'", "Das ist gut. ", " ."],

@@ -26,6 +26,7 @@ def scorer(talker):
 TEXTS = sentences(3)
 
 
+@pytest.mark.slow
 def test_a_string_gives_a_string_and_a_list_a_list(translator):
     listed = translator.translate(TEXTS, beam_size=1)
     assert all(isinstance(text, str) for text in listed)

@@ -59,6 +59,7 @@ def test_log_probabilities_are_those_of_the_full_pass(talker):
     assert not lengths[2].any()  # A row without a sentence.
 
 
+@pytest.mark.slow
 def test_samples_have_the_distribution_of_the_model(talker):
     """The first token, drawn 4,000 times, by a chi-squared test of the likely tokens."""
     found = draw(talker, SOURCE[1:2], n=4000, max_length=1)
@@ -76,6 +77,7 @@ def test_samples_have_the_distribution_of_the_model(talker):
     assert likely.sum() > 10
 
 
+@pytest.mark.slow
 def test_keys_and_rows_give_other_samples(talker):
     twice = np.concatenate([SOURCE[:1], SOURCE[:1]])
     first, other = draw(talker, twice), draw(talker, twice, seed=1)
@@ -104,6 +106,7 @@ def test_the_maximum_length_is_that_of_learned_positions(talker):
     assert found.tokens.shape == (3, 2, 6)
 
 
+@pytest.mark.slow
 def test_an_objective_with_samples_has_gradients(talker):
     """Minimum risk: samples are constants, their probabilities are differentiated."""
     model = talker.model

@@ -230,7 +230,7 @@ GENERATE = {
 }
 
 
-@pytest.mark.slow_except("rules", "greedy")
+@pytest.mark.slow_except("rules")
 @pytest.mark.parametrize("name", GENERATE)
 def test_searches_agree(name):
     for seed, (alpha, end, minimum) in enumerate(

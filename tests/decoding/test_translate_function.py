@@ -21,6 +21,7 @@ SENTENCES = sentences(6, longest=3)
 OPTIONS = {"beam_size": 2, "max_length_factor": 1.0, "max_length_extra": 3}
 
 
+@pytest.mark.slow
 def test_translations_are_those_of_a_translator(talker):
     config, params, tokenizers, _ = talker.parts
     found = translate(config, params, tokenizers, SENTENCES, **OPTIONS)
@@ -30,6 +31,7 @@ def test_translations_are_those_of_a_translator(talker):
     assert len(set(found)) > 3
 
 
+@pytest.mark.slow
 def test_another_call_compiles_nothing(talker):
     config, params, tokenizers, _ = talker.parts
     events = []

@@ -58,6 +58,7 @@ def test_log_probabilities_of_the_cached_search_are_those_of_the_full_pass(talke
                 np.testing.assert_allclose(hypothesis.score, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_greedy_search_chooses_the_most_probable_token_of_the_full_pass(talker):
     for sentence in SENTENCES[:3]:
         ((best,),) = make_translator(talker).translate_n_best([sentence], 1, beam_size=1)
@@ -73,6 +74,7 @@ def test_greedy_search_chooses_the_most_probable_token_of_the_full_pass(talker):
 CONSTRAINTS = {**BEAM, "no_repeat_ngram_size": 3, "bad_words": ("Hund",), "max_length": 24}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "sentences"),
     [
@@ -98,6 +100,7 @@ def test_a_translation_depends_on_its_sentence_and_the_options_alone(talker, opt
     assert len({hypotheses[0].text for hypotheses in together}) > 5
 
 
+@pytest.mark.slow
 def test_prefix_and_phrases_appear(talker):
     found = make_translator(talker).translate_n_best(CONSTRAINED, **CONSTRAINTS)
     for sentence, hypotheses in zip(CONSTRAINED, found, strict=True):
@@ -110,6 +113,7 @@ def test_prefix_and_phrases_appear(talker):
             assert hypothesis.text.startswith(sentence.prefix)
 
 
+@pytest.mark.slow
 def test_samples_follow_from_seed_and_sentence(talker):
     translator = make_translator(talker)
     first = translator.translate_n_best(SENTENCES, **SAMPLING)
@@ -140,6 +144,7 @@ def test_an_ensemble_of_one_model_twice_is_that_model(talker):
     assert mixed.translate(SENTENCES, 1) != single.translate(SENTENCES, 1)
 
 
+@pytest.mark.slow
 def test_attention_is_that_of_the_full_pass_and_aligns(talker):
     translator = make_translator(talker)
     (plain,) = translator.translate_n_best(["kleiner Hund bellt"], **BEAM)
@@ -164,6 +169,7 @@ def test_hypotheses_without_end_token_keep_all_their_tokens(talker):
         assert all(talker.model.eos_id not in h.tokens for h in hypotheses)
 
 
+@pytest.mark.slow
 def test_n_best_lists_are_sorted_distinct_and_begin_with_the_translation(talker):
     translator = make_translator(talker)
     lists = translator.translate_n_best(SENTENCES, 3)
@@ -346,6 +352,7 @@ def test_translate_returns_one_translation(talker):
         make_translator(talker).translate("Hund", n_best=2)
 
 
+@pytest.mark.slow_except("1")
 @pytest.mark.parametrize("beam_size", [1, 3])
 def test_parameters_that_are_not_finite_are_rejected(talker, beam_size):
     params = jax.tree.map(lambda leaf: leaf * np.nan, talker.params)
@@ -410,6 +417,7 @@ def test_results_are_yielded_in_order_as_early_as_possible(order):
         assert given == max(order.index(index) for index in range(expected + 1)) + 1
 
 
+@pytest.mark.slow
 def test_a_search_without_scores_finds_the_same(talker):
     translator = make_translator(talker)
     for options in (GREEDY, SAMPLING):
@@ -420,6 +428,7 @@ def test_a_search_without_scores_finds_the_same(talker):
             assert all(math.isnan(one.score) == bool(one.tokens) for one in own)
 
 
+@pytest.mark.slow
 def test_a_minimum_length_raises_the_automatic_maximum(talker):
     options = {"beam_size": 1, "max_length_factor": 0.0, "max_length_extra": 5}
     (best,) = make_translator(talker).translate_n_best("Hund", 1, min_length=12, **options)
@@ -461,6 +470,7 @@ def plainly_translate(talker, params, **options):
     return fmt.translate(model, params, tokenizers, SENTENCES[:3], beam_size=1, **options)
 
 
+@pytest.mark.slow
 def test_another_call_of_translate_compiles_nothing(talker, caplog):
     first = plainly_translate(talker, talker.params)
     other = jax.tree.map(lambda leaf: leaf + 0.5, talker.params)
@@ -472,6 +482,7 @@ def test_another_call_of_translate_compiles_nothing(talker, caplog):
         assert caplog.messages  # This would have been seen.
 
 
+@pytest.mark.slow
 def test_sharded_parameters_are_translated_with(talker):
     mesh = fmt.make_mesh(fsdp=2, tensor=2)
     sharded = fmt.place(talker.params, mesh)

@@ -1,6 +1,7 @@
 """The messages that docs/troubleshooting.md quotes are those of the program."""
 
 import ast
+import functools
 import re
 
 import pytest
@@ -9,12 +10,6 @@ from documentation.pages import ROOT, blocks
 PAGE = ROOT / "docs/troubleshooting.md"
 LEAST = 14
 """Characters of a text in the source that identify a message."""
-TEXTS = {
-    re.sub(r"\s+", " ", node.value)
-    for path in (ROOT / "flaxformer_mt").rglob("*.py")
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-    if isinstance(node, ast.Constant) and isinstance(node.value, str)
-}
 OF_OTHERS = {"Unrecognized options: --train.batch-size=32"}
 """Messages of tyro."""
 MESSAGES = sorted(
@@ -22,9 +17,20 @@ MESSAGES = sorted(
 )
 
 
+@functools.cache
+def texts():
+    """Every string of the package."""
+    return {
+        re.sub(r"\s+", " ", node.value)
+        for path in (ROOT / "flaxformer_mt").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+
+
 @pytest.mark.parametrize("message", [each for each in MESSAGES if not each.startswith("--")])
 def test_a_message_is_in_the_program(message):
     body = re.sub(r"^[\w.-]+: (error: )?", "", message)
-    parts = {each.strip() for each in TEXTS if len(each.strip()) >= LEAST and each in body}
-    labels = {each for each in TEXTS if body.startswith(f"{each} ") and len(each) > 4}
+    parts = {each.strip() for each in texts() if len(each.strip()) >= LEAST and each in body}
+    labels = {each for each in texts() if body.startswith(f"{each} ") and len(each) > 4}
     assert parts or labels, message

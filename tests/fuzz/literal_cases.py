@@ -31,6 +31,11 @@ class Literal:
     change: Change = Path.unlink
     stdin: bytes = b""
 
+    @property
+    def needs_a_run(self) -> bool:
+        """Whether a model is trained, converted or saved before."""
+        return self._uses("run") or self.file.startswith(("run/", "marian/", "flaxformer_mt."))
+
     def case(self, world: World, folder: Path) -> Case:
         """Returns the case, whose files are in `folder`."""
         if self.file:

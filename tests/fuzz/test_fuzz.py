@@ -1,4 +1,4 @@
-"""Malformed input of every kind: some 80 cases here, 7,500 with `-m slow`.
+"""Malformed input of every kind: some 15 cases here, 7,500 with `-m slow`.
 
 A case is a function of (kind, seed). To run one again:
 
@@ -50,7 +50,9 @@ NUMBERS = {
     "hostile_runs": (3, 500),
     "vocabularies": (4, 500),
 }
-"""Number of cases in every test run, and with `-m slow`."""
+"""Number of first cases, and of all."""
+QUICK = ("vocabularies",)
+"""Kinds whose first cases are in every test run: they need no run, and no model."""
 BLOCK = 100
 KILLS = 24
 
@@ -58,7 +60,8 @@ KILLS = 24
 def blocks():
     """Yields kinds with ranges of seeds; the quick ones and the thorough ones share none."""
     for kind, (quick, count) in NUMBERS.items():
-        yield pytest.param(kind, range(quick), id=kind)
+        few = [] if kind in QUICK else [pytest.mark.slow]
+        yield pytest.param(kind, range(quick), id=kind, marks=few)
         for start in range(quick, count, BLOCK):
             seeds = range(start, min(start + BLOCK, count))
             yield pytest.param(kind, seeds, id=f"{kind}-{start}", marks=pytest.mark.slow)
@@ -73,7 +76,13 @@ def wanted(seeds):
     return [seed for seed in seeds if any(int(a) <= seed <= int(b or a) for a, _, b in bounds)]
 
 
-@pytest.mark.parametrize("name", LITERAL_CASES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * case.needs_a_run)
+        for name, case in LITERAL_CASES.items()
+    ],
+)
 def test_literal_cases(name, world, tmp_path):
     case = LITERAL_CASES[name].case(world, tmp_path)
     problem = case.problem(run_command(case.arguments, case.stdin, tmp_path))
@@ -105,6 +114,7 @@ def test_intact_data_sets_are_read(world, tmp_path):
         assert (outcome.code, case.problem(outcome)) == (0, ""), outcome
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 500), marks=pytest.mark.slow)])
 def test_exported_servers(seeds, world, record_counts):
     server, failures = servers.Server(world), []

@@ -24,9 +24,7 @@ def flat(tree: Any) -> dict[str, np.ndarray]:
     return flatten_dict(interop.model_params(tree), sep="/")
 
 
-@pytest.mark.slow_except(
-    "annotated_wide_heads-float64", "annotated_1000_shared-float64", "fairseq_post_shared-float64"
-)
+@pytest.mark.slow_except("annotated_1000_shared-float64", "fairseq_post_shared-float64")
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "float64"])
 @pytest.mark.parametrize("name", others_are_slow())
 def test_reference_to_ours_and_back_is_byte_identical(name, dtype, tmp_path):
@@ -92,7 +90,7 @@ def moments_by_name(variant: Variant, checkpoint: dict[str, Any]) -> dict[str, t
     }
 
 
-@pytest.mark.slow_except("tunz-omitted1")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "omitted"),
     [

@@ -22,14 +22,22 @@ FORMATS = {
 """By name: the family."""
 
 
+class Exports(dict):
+    """One run in several formats, by name; each is written when it is first asked for."""
+
+    def __init__(self, run, folder):
+        self.run, self.folder = run, folder
+
+    def __missing__(self, name):
+        family = FORMATS[name]
+        self[name] = self.folder / (name if name == family else f"model.{name}")
+        convert(OWN, family, self.run, self[name])
+        return self[name]
+
+
 @pytest.fixture(scope="module")
 def exports(trained_run, tmp_path_factory):
-    """One run in several formats, by name."""
-    folder, found = tmp_path_factory.mktemp("exports"), {}
-    for name, family in FORMATS.items():
-        found[name] = folder / (name if name == family else f"model.{name}")
-        convert(OWN, family, trained_run, found[name])
-    return found
+    return Exports(trained_run, tmp_path_factory.mktemp("exports"))
 
 
 @pytest.fixture
@@ -43,7 +51,14 @@ def export(request, exports, tmp_path):
     return copy
 
 
-every_format = pytest.mark.parametrize("export", FORMATS, indirect=True)
+every_format = pytest.mark.parametrize(
+    "export",
+    [
+        pytest.param(name, marks=[] if name in ("ctranslate2", "safetensors") else pytest.mark.slow)
+        for name in FORMATS
+    ],
+    indirect=True,
+)
 
 
 @every_format
@@ -101,6 +116,9 @@ def test_without_certificate(trained_run, tmp_path, capsys):
     assert "give --family, the published model, or --verify" in capsys.readouterr().err
 
 
+@pytest.mark.slow_except(
+    "changes0", "changes1", "changes2", "changes4", "changes5", "changes6", "changes7"
+)
 @pytest.mark.parametrize(
     "changes",
     [

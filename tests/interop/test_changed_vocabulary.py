@@ -63,7 +63,7 @@ def logits(bundle, source, target):
     return values["logits"]
 
 
-@pytest.mark.slow_except("t5")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_trimmed_vocabulary_computes_the_same(kind, saved, tmp_path, capsys):
     (tmp_path / "text").write_text("\n".join(NEEDED))
@@ -111,7 +111,7 @@ LANGUAGES = {
 }
 
 
-@pytest.mark.slow_except("m2m100")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_new_tokens_have_the_mean_of_their_pieces(kind, saved, tmp_path, capsys):
     before = huggingface.read(saved(kind), family=family_of(kind))[0]
@@ -135,6 +135,7 @@ def test_new_tokens_have_the_mean_of_their_pieces(kind, saved, tmp_path, capsys)
     assert_translates_as_generate(after, tmp_path / "large", texts[:4])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", LANGUAGES)
 def test_new_languages_begin_as_related_ones(kind, saved, tmp_path, capsys):
     name, like = LANGUAGES[kind]

@@ -297,6 +297,7 @@ def torch_with_ties(ties: str) -> interop.Family:
     )
 
 
+@pytest.mark.slow
 def test_tables_are_untied_by_copies_and_tied_again_if_equal():
     state = Variant("torch", ONE_VOCABULARY | PRE).build().state_dict()
     for name in ("src_tok_emb.embedding.weight", "generator.weight"):
@@ -321,6 +322,7 @@ def test_tables_are_untied_by_copies_and_tied_again_if_equal():
         adapt(untied, copies, torch_with_ties("all"))
 
 
+@pytest.mark.slow
 def test_a_scale_of_logits_is_multiplied_into_an_untied_output():
     state = VARIANTS["torch_pre_gelu"].build().state_dict()
     config, params = interop.load("torch", state, **VARIANTS["torch_pre_gelu"].hints)
@@ -343,6 +345,7 @@ def test_no_scale_is_multiplied_into_a_table_that_is_used_twice():
         adapt(config, params, fairseq, EPSILON)
 
 
+@pytest.mark.slow
 def test_only_a_key_bias_may_be_lost():
     biases = OPENNMT | {"qkv_bias": True, "feed_forward_bias": True}
     reference = Variant("opennmt", biases).build()
@@ -380,6 +383,7 @@ def test_layers_without_embeddings_are_converted_as_they_are(tmp_path):
     chex.assert_trees_all_equal(params, interop.model_params(expected))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alias", FAMILY_ALIASES)
 def test_a_former_family_name_converts_as_the_current_one(alias, tmp_path):
     name = canonical_family(alias)
@@ -409,6 +413,7 @@ def test_our_own_file_may_name_the_family_of_its_tensors_by_an_alias(tmp_path):
     assert own_format.read(own, {})[1] == "annotated_wide_heads"
 
 
+@pytest.mark.slow
 def test_positions_of_self_attention_belong_to_layers_alone():
     """Without embeddings other position kinds mean nothing, but rotations are part of a layer."""
     config = presets.double_projection(d_model=8, num_heads=2, d_ff=8)

@@ -32,7 +32,7 @@ def test_to_our_own_file_and_back_is_byte_identical(name, tmp_path):
     assert_identical(torch.load(tmp_path / "after.pt", weights_only=True), before)
 
 
-@pytest.mark.slow_except("True")
+@pytest.mark.slow
 @pytest.mark.parametrize("has_adam", [False, True])
 def test_our_own_file_is_written_and_read_from_python(has_adam, tmp_path):
     variant = VARIANTS["torch_pre_gelu"]
@@ -49,6 +49,7 @@ def test_our_own_file_is_written_and_read_from_python(has_adam, tmp_path):
         interop.save(OWN, config, params, tmp_path / "own.pt")
 
 
+@pytest.mark.slow
 def test_our_own_file_can_be_converted_to_what_its_source_can(tmp_path):
     variant = VARIANTS["torch_pre_gelu"]
     torch.save(trained_checkpoint(variant), tmp_path / "torch.pt")
@@ -79,6 +80,7 @@ def paths(folder: Any, *names: str) -> list[Any]:
     return [folder / f"{name}.pt" for name in names]
 
 
+@pytest.mark.slow
 def test_new_biases_have_no_moments(tmp_path):
     variant = VARIANTS["opennmt_unbiased"]
     torch.save(trained_checkpoint(variant), tmp_path / "opennmt.pt")
@@ -92,6 +94,7 @@ def test_new_biases_have_no_moments(tmp_path):
     assert not mean["decoder/layers/feed_forward/hidden/bias"].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "target", "reason"),
     [
@@ -128,6 +131,7 @@ def test_safetensors_of_a_published_family_contain_no_adam(tmp_path):
     assert "PyTorch reads it from .pt files only" in note
 
 
+@pytest.mark.slow
 def test_the_console_script_reports_changes_on_standard_error(tmp_path, capsys):
     torch.save(VARIANTS["tunz"].build().state_dict(), tmp_path / "tunz.pt")
     options = ["--from", "tunz", "--to", "fairseq", "--set", "num_heads=4", "dropout_rate=0.2"]

@@ -52,7 +52,7 @@ def by_their_script(folder, tokenizer, sentences, first):
     return tokens, [result.scores[0] for result in results]
 
 
-@pytest.mark.slow_except("40-t5")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", hub_models.KINDS)
 @pytest.mark.parametrize("count", [pytest.param(40), pytest.param(500, marks=pytest.mark.slow)])
 def test_translations_are_ours(kind, count, tmp_path, usual_optimizations):

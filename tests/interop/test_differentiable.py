@@ -49,6 +49,7 @@ def gradients_and_expected(
     return ours, theirs, max(np.abs(gradient).max() for gradient in theirs.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["annotated_1000_shared", pytest.param("jadore801120_prj_all", marks=pytest.mark.slow)]
 )
@@ -74,6 +75,7 @@ def test_gradients_in_the_reference_s_own_tensors(name):
     chex.assert_trees_all_close(ours, theirs, rtol=0, atol=1e-5 * largest)
 
 
+@pytest.mark.slow
 def test_gradients_through_the_fold_of_double_projection():
     layer = DOUBLE_PROJECTION.build().encoder[0]
     config, _ = interop.load("double_projection", layer.state_dict())

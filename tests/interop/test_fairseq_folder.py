@@ -112,7 +112,8 @@ def folder(tmp_path):
             num_decoder_layers=1,
             tie_embeddings="all" if joint else "none",
         )
-        save("fairseq", config, fmt.init(config, jax.random.key(0)), tmp_path / "bare.pt")
+        params = jax.jit(fmt.init, static_argnums=0)(config, jax.random.key(0))
+        save("fairseq", config, params, tmp_path / "bare.pt")
         args = argparse.Namespace(
             encoder_attention_heads=2, decoder_attention_heads=2, source_lang="en", target_lang="de"
         )
@@ -190,6 +191,7 @@ def test_damaged_dictionaries(content, message):
         read_fairseq(content, "d.txt")
 
 
+@pytest.mark.slow
 def test_folders_that_lack_something(tmp_path, folder):
     given = folder("sentencepiece")
 

@@ -43,6 +43,7 @@ def test_remat_is_only_about_running():
     assert RUNNING.items() <= FREE.items()
 
 
+@pytest.mark.slow_except("double_projection")
 @pytest.mark.parametrize("name", others_are_slow())
 def test_a_checkpoint_is_the_same_whatever_the_free_fields(name, tmp_path):
     variant = ALL[name]
@@ -53,7 +54,7 @@ def test_a_checkpoint_is_the_same_whatever_the_free_fields(name, tmp_path):
     assert paths[0].read_bytes() == paths[1].read_bytes()
 
 
-@pytest.mark.slow_except("marian", "ctranslate2", "t5")
+@pytest.mark.slow_except("marian")
 @pytest.mark.parametrize("target", WRITERS)
 def test_a_run_exports_to_the_same_formats_however_it_was_computed(target, trained_run, tmp_path):
     bundle = ModelBundle.of_run(trained_run)

@@ -87,6 +87,7 @@ def test_added_tokens_are_no_languages(kind, saved, tmp_path):
     assert [[*ids, source.eos_id] for ids in source.encode([text])] == theirs([text]).input_ids
 
 
+@pytest.mark.slow
 def test_outer_spaces_have_no_effect_on_scores(saved):
     bundle = read("bart", saved("bart")[0])
     scorer = Scorer(bundle.config.model, bundle.params, bundle.tokenizers, bundle.config.decode)
@@ -98,7 +99,7 @@ def test_outer_spaces_have_no_effect_on_scores(saved):
     assert outside == [inside] * 3
 
 
-@pytest.mark.slow_except("mbart50", "t5", "bart")
+@pytest.mark.slow_except("t5")
 @pytest.mark.parametrize("kind", hub_models.KINDS)
 def test_folder_to_run_to_folder(kind, saved, tmp_path):
     folder, theirs, _ = saved(kind)
@@ -191,6 +192,7 @@ def test_each_sentence_can_have_its_languages(translator, saved):
     assert hypotheses[0].tokens == lists[2][0].tokens
 
 
+@pytest.mark.slow
 def test_alignments_count_words_of_the_text_not_languages(translator):
     options = {"beam_size": 1, "max_length": 4, "attention": True}
     sentences = [
@@ -248,6 +250,7 @@ def test_words_of_byte_level_vocabularies_begin_with_a_space(saved):
     assert tokenizer.pieces(tokenizer.encode(["one two three"])[0]) == pieces
 
 
+@pytest.mark.slow
 def test_parts_of_long_input_have_its_language(translator):
     parts = ["deu_Latn one two three.", "deu_Latn four five.", "deu_Latn six."]
     text = " ".join(parts[:1] + [part.removeprefix("deu_Latn ") for part in parts[1:]])
@@ -284,6 +287,7 @@ def test_the_commands_on_the_run_of_a_folder(saved, translator, tmp_path, capfd)
     assert json.loads(capfd.readouterr().out)["ter"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "german"),
     [

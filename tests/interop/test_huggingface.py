@@ -136,7 +136,7 @@ def tokens(model, seed=0):
     return source, target
 
 
-@pytest.mark.slow_except("shards", "half")
+@pytest.mark.slow_except("shards")
 @pytest.mark.parametrize("name", VARIANTS)
 def test_folder_to_run_to_folder(name, tmp_path):
     published, run, again = (tmp_path / part for part in ("published", "run", "again"))
@@ -224,6 +224,7 @@ def own_bundle(trained_run, **model):
     return bundle_of(config, run.tokenizers)
 
 
+@pytest.mark.slow
 def test_separate_vocabularies_of_a_run_of_ours(trained_run, tmp_path):
     run = load_run(trained_run)
     config = DataConfig(vocab_size=300, joint_vocabulary=False, byte_fallback=False)
@@ -266,6 +267,7 @@ def test_a_model_that_marian_cannot_represent_is_rejected_by_switch(message, tra
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.slow
 def test_differences_with_equivalent_weights_are_adapted(trained_run, tmp_path):
     ours = own_bundle(trained_run, output_bias=False, norm_epsilon=1e-6)
     notes = huggingface.write(ours, tmp_path / "exported", ("norm_epsilon",))
@@ -418,6 +420,7 @@ def published(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_attention_of_a_published_model(published, tmp_path):
     run, page = tmp_path / "run", tmp_path / "page.html"
     assert main(["convert", "--from", "marian", str(published), str(run)]) == 0

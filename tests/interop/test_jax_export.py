@@ -167,7 +167,7 @@ def test_the_server_encodes_tags_and_unknown_words_as_the_run(tmp_path, kind):
         assert server.encode(text) == tokenizers.source.encode([text])[0]
 
 
-@pytest.mark.slow_except("options1")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -273,6 +273,7 @@ def test_what_is_not_a_matter_of_versions_keeps_its_error(copy, monkeypatch):
         jax_server.Model(copy)
 
 
+@pytest.mark.slow
 def test_an_export_is_read_back_without_its_functions(exported, copy):
     bundle, _ = exported
     (copy / "encode.jax").write_bytes(b"")

@@ -226,6 +226,7 @@ def test_exports_that_end_sources_are_refused(tmp_path, loaded):
             convert("opennmt", family, made.folder, tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_ctranslate2_translates_sources_without_end_token(tmp_path, loaded):
     """Its inputs are tokens as they are, with whatever ends them."""
     made, _ = loaded

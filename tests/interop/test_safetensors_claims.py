@@ -84,8 +84,11 @@ def test_a_name_that_is_a_group_of_others_is_refused(names, tmp_path):
 
 def test_a_carried_name_may_contain_slashes(tmp_path):
     path = tmp_path / "model.safetensors"
-    model = TransformerConfig(target_vocab_size=3, source_vocab_size=3, d_model=8, num_heads=1)
-    params = fmt.init(model, jax.random.key(0)) | {"carried": {"a/b.c": np.ones(2, np.float32)}}
+    model = TransformerConfig(
+        target_vocab_size=3, source_vocab_size=3, d_model=8, num_heads=1, d_ff=8
+    )
+    params = jax.jit(fmt.init, static_argnums=0)(model, jax.random.key(0))
+    params |= {"carried": {"a/b.c": np.ones(2, np.float32)}}
     own_format.write(path, interop.TrainingState(model, params, None), "a family of the user")
     state, _ = own_format.read(path, {})
     assert [*state.params["carried"]] == ["a/b.c"]

@@ -75,6 +75,7 @@ def test_the_jax_server_decodes_every_token_as_we_do(tmp_path, separate, setting
         assert text.encode("enjoy") == [enjoy]
 
 
+@pytest.mark.slow
 def test_the_script_for_ctranslate2_prints_our_translations(
     published, tmp_path, monkeypatch, capsys
 ):

@@ -227,7 +227,10 @@ BOMBS = {
 }
 
 
-@pytest.mark.parametrize("name", BOMBS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name == "many")) for name in BOMBS],
+)
 @pytest.mark.parametrize("is_old", [False, True])
 def test_a_pickle_allocates_no_more_than_it_holds(tmp_path, name, is_old):
     path = tmp_path / "model.pt"

@@ -40,7 +40,7 @@ def assert_identical(tensors: dict[str, np.ndarray], state: dict[str, torch.Tens
         assert tensors[name].tobytes() == expected.tobytes(), name
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("float64", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", others_are_slow())
 def test_reference_to_ours_and_back_is_byte_identical(name, dtype, tmp_path):
     variant = ALL[name]
@@ -56,7 +56,7 @@ def test_reference_to_ours_and_back_is_byte_identical(name, dtype, tmp_path):
     chex.assert_trees_all_equal(again[1], params)
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", others_are_slow())
 def test_sizes_are_read_from_the_tensors(name):
     variant = ALL[name]
     state = variant.build().state_dict()
@@ -75,7 +75,7 @@ def flat(params: Any) -> dict[str, np.ndarray]:
     return flatten_dict(interop.model_params(params), sep="/")
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", others_are_slow())
 def test_trained_parameters_are_written_even_if_the_original_is_carried(name, tmp_path):
     variant = ALL[name]
     config, params = load(variant, variant.build().state_dict())
@@ -87,7 +87,7 @@ def test_trained_parameters_are_written_even_if_the_original_is_carried(name, tm
     chex.assert_trees_all_equal(flat(found), trained)
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", others_are_slow())
 def test_parameters_alone_are_enough_to_write_a_reference(name, tmp_path):
     variant = ALL[name]
     reference = variant.build()
@@ -125,6 +125,7 @@ def test_a_folded_projection_is_its_two_maps():
     assert (config.num_heads, config.num_encoder_layers, config.num_decoder_layers) == (4, 1, 0)
 
 
+@pytest.mark.slow_except("1-encoder", "3-decoder")
 @pytest.mark.parametrize("stack", ["encoder", "decoder"])
 @pytest.mark.parametrize("depth", [1, 3])
 def test_double_projection_layers_of_one_kind_need_no_model_around_them(stack, depth, tmp_path):
@@ -259,7 +260,7 @@ def test_loaded_parameters_do_not_follow_the_module_they_came_from():
     np.testing.assert_array_equal(params["target_embedding"]["embedding"], before)
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", others_are_slow())
 def test_a_map_covers_every_parameter_of_the_model(name):
     variant = ALL[name]
     config, _ = load(variant, variant.build().state_dict())
@@ -268,6 +269,7 @@ def test_a_map_covers_every_parameter_of_the_model(name):
     assert mapped == set(parameter_shapes(config))
 
 
+@pytest.mark.slow
 def test_every_preset_has_a_reference_and_a_map():
     assert FAMILIES.keys() == interop.FAMILIES.keys()
     for family in FAMILIES:

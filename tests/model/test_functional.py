@@ -39,7 +39,7 @@ def params_of(config):
     return jax.jit(functional.init, static_argnums=0)(config, jax.random.key(0))
 
 
-@pytest.mark.slow_except("init", "fused_attention", "residual_norm")
+@pytest.mark.slow_except("residual_norm")
 @pytest.mark.parametrize("name", ["init", "apply", "fused_attention", "residual_norm"])
 def test_the_example_of_each_docstring_runs(name):
     text = inspect.getdoc(getattr(functional, name))
@@ -78,6 +78,7 @@ def test_a_batch_gives_the_logits_of_its_packed_rows():
     chex.assert_trees_all_equal(from_mapping, expected)
 
 
+@pytest.mark.slow
 def test_a_key_drops_values():
     params = params_of(CONFIG)
     apply = jax.jit(functional.apply, static_argnums=0)
@@ -91,7 +92,8 @@ def test_a_key_drops_values():
 def test_a_language_model_needs_no_source():
     config = dataclasses.replace(CONFIG, has_inputs=False, num_encoder_layers=0)
     batch = {"decoder_input_tokens": TOKENS}
-    assert functional.apply(config, params_of(config), batch).shape == (2, 9, 23)
+    apply = jax.jit(functional.apply, static_argnums=0)
+    assert apply(config, params_of(config), batch).shape == (2, 9, 23)
 
 
 def test_positions_without_segment_ids_are_refused():
@@ -117,7 +119,7 @@ def attention_in_numpy(q, k, v, visible, bias):
     return np.einsum("bhts,bshu->bthu", weights / np.where(total == 0, 1, total), v)
 
 
-@pytest.mark.slow_except("True-einsum", "True-pallas_gpu")
+@pytest.mark.slow_except("True-pallas_gpu")
 @pytest.mark.usefixtures("gpu_kernels_by_einsum")
 @pytest.mark.parametrize("backend", ["einsum", "pallas_gpu", "pallas_tpu"])
 @pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.slow), True])
@@ -153,12 +155,14 @@ def test_attention_is_its_equation(backend, causal, monkeypatch):
     chex.assert_trees_all_close(gradients, derived, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_attention_without_segments_sees_all_keys():
     q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 5, 2, 8))
     expected = jax.nn.dot_product_attention(q, k, v)
     chex.assert_trees_all_close(functional.fused_attention(q, k, v), expected, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("gpu_kernels_by_einsum")
 @pytest.mark.parametrize("fuses", [False, True])
 def test_residual_norm_is_its_equation(fuses, monkeypatch):

@@ -108,13 +108,7 @@ CASES = {
 }
 
 
-@pytest.mark.slow_except(
-    "everything-pallas_gpu",
-    "everything-pallas_tpu",
-    "cross-pallas_tpu",
-    "width_64-pallas_tpu",
-    "width_128-pallas_tpu",
-)
+@pytest.mark.slow_except("everything-pallas_gpu")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "name",
@@ -137,7 +131,7 @@ def test_equals_the_einsum_and_its_gradients(backend, name):
     assert np.all(fused[0][0, :, lengths[0] * 9 // 10 :] == 0)  # Padding attends to nothing.
 
 
-@pytest.mark.slow_except("lengths1-switches1-False-1")
+@pytest.mark.slow
 @needs_gpu_interpreter
 @pytest.mark.parametrize(
     ("lengths", "switches", "causal", "groups"),
@@ -206,7 +200,7 @@ def test_dropout_on_gpus_keeps_independent_weights():
     assert abs(np.mean(deviations**2) - 1) < 0.01
 
 
-@pytest.mark.slow_except("pallas_tpu")
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_in_bfloat16_it_rounds_as_often_as_the_einsum(backend):
     inputs = case(64, 96, dtype=jnp.bfloat16)
@@ -258,7 +252,7 @@ def test_a_sentence_does_not_depend_on_its_neighbours_at_all(backend, causal):
         assert np.all(np.where(visible, 0, y) == 0)
 
 
-@pytest.mark.slow_except("pallas_tpu")
+@pytest.mark.slow
 @pytest.mark.usefixtures("gpu_kernels_by_einsum")
 @pytest.mark.parametrize("backend", PLATFORMS)
 def test_on_a_mesh_every_device_computes_its_own_rows_and_heads(backend):
@@ -305,6 +299,7 @@ LOWERED = {
 }
 
 
+@pytest.mark.slow_except("bias_and_dropout")
 @needs_gpu_interpreter
 @pytest.mark.parametrize("name", LOWERED)
 def test_it_is_lowered_for_gpus_without_one(name):
@@ -497,6 +492,7 @@ def test_projections_are_computed_again_instead_of_stored():
     chex.assert_trees_all_close(*results.values(), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("gpu_kernels_by_einsum")
 def test_weights_on_request_come_from_the_einsum():
     config = dataclasses.replace(TINY, attention_backend="pallas_gpu")

@@ -63,6 +63,7 @@ def with_gradients(function, inputs):
     return jax.jit(jax.value_and_grad(weighted, has_aux=True))(inputs[:-1])
 
 
+@pytest.mark.slow_except("True-True")
 @needs_gpu_interpreter
 @pytest.mark.parametrize(
     ("dropout", "bias"),
@@ -79,6 +80,7 @@ def test_values_and_gradients_are_those_of_the_equations(bias, dropout):
     chex.assert_trees_all_close(with_gradients(fused, inputs), expected, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.slow
 @needs_gpu_interpreter
 def test_any_number_of_rows():
     inputs = example(rows=1, length=7)
@@ -86,6 +88,7 @@ def test_any_number_of_rows():
     chex.assert_trees_all_close(with_gradients(fused, inputs), expected, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.slow
 @needs_gpu_interpreter
 def test_bfloat16_is_rounded_twice():
     low = example(dtype=jnp.bfloat16)
@@ -98,6 +101,7 @@ def test_bfloat16_is_rounded_twice():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("gpu_kernels_by_einsum")
 def test_devices_draw_the_numbers_of_their_rows():
     inputs = example(rows=8)
@@ -114,6 +118,7 @@ def test_devices_draw_the_numbers_of_their_rows():
     chex.assert_trees_all_close(run(inputs[:-1]), expected, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.slow_except("1024")
 @needs_gpu_interpreter
 @pytest.mark.parametrize("width", [128, 1024])
 def test_it_is_lowered_for_gpus_without_one(width):

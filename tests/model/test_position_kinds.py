@@ -165,6 +165,7 @@ def test_rotation_is_a_complex_product(float64, layout):
         np.testing.assert_allclose(found, expected, atol=1e-14)
 
 
+@pytest.mark.slow
 def test_rotated_scores_depend_on_the_distance_alone(float64):
     config = dataclasses.replace(TINY, position_kind="rotary")
     query, key = (jnp.asarray(np.random.default_rng(i).normal(size=(1, 3, 1, 4))) for i in (0, 1))
@@ -188,6 +189,7 @@ def test_angles_are_exact_in_float32_and_reach_beyond_max_length():
     assert bool(jnp.isnan(rotations(config, positions, 900)[0, 0, 1]).all())
 
 
+@pytest.mark.slow
 def test_attention_adds_a_bias_of_every_broadcastable_shape(float64):
     rng = np.random.default_rng(0)
     query, key, value = (jnp.asarray(rng.normal(size=(2, 3, n, 4))) for n in (5, 6, 6))
@@ -207,6 +209,7 @@ def test_attention_adds_a_bias_of_every_broadcastable_shape(float64):
         np.testing.assert_allclose(seen["scores"], shown, rtol=1e-14, atol=1e-14)
 
 
+@pytest.mark.slow
 def test_a_key_bias_is_trained_where_keys_are_rotated(float64):
     """Rotated, it adds to a score what depends on the distance: it has a gradient."""
     config = dataclasses.replace(TINY, position_kind="rotary")
@@ -238,7 +241,7 @@ def test_a_key_bias_is_trained_where_keys_are_rotated(float64):
     np.testing.assert_allclose(gradient, differences, rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.slow_except("rotary", "alibi")
+@pytest.mark.slow_except("alibi")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_order_of_tokens_matters(float64, kind):
     model, params = of(kind)
@@ -285,7 +288,7 @@ def test_cached_steps_equal_the_whole_pass(float64, kind, has_inputs):
             chex.assert_trees_all_close(logits[:, beam], whole[:, position], rtol=0, atol=1e-12)
 
 
-@pytest.mark.slow_except("rotary")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", DECISIVE)
 def test_sentences_of_a_step_can_have_different_positions(float64, kind):
     model, params = of(kind)
@@ -300,7 +303,7 @@ def test_sentences_of_a_step_can_have_different_positions(float64, kind):
         chex.assert_trees_all_close(logits, expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.slow_except("rotary")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", DECISIVE)
 def test_packed_rows_equal_separate_rows(float64, kind):
     model, params = of(kind)

@@ -96,7 +96,7 @@ def check_cached_steps(config, tolerance):
         chex.assert_trees_all_close(logits[:, 1], full[:, position], rtol=0, atol=tolerance)
 
 
-@pytest.mark.slow_except("post", "recurrent")
+@pytest.mark.slow_except("recurrent")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=SLOW) if name in OF_BOTH_PASSES else name for name in CONFIGS]
 )
@@ -113,7 +113,7 @@ def test_a_cached_step_equals_the_full_pass_in_float64(float64, name):
     check_cached_steps(config, tolerance=1e-12)
 
 
-@pytest.mark.slow_except("post")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["post", "recurrent"])
 def test_hypotheses_can_continue_one_another(name):
     model, variables, source, _ = initialise(CONFIGS[name])
@@ -134,6 +134,7 @@ def test_hypotheses_can_continue_one_another(name):
     chex.assert_trees_all_close(swapped[1, 1], kept[1, 1], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_one_parameter_layout_runs_as_a_loop_and_unrolled():
     model, variables, source, target = initialise(TINY)
     unrolled = Compiled(CONFIGS["unrolled"])
@@ -152,7 +153,7 @@ def test_without_segments_padding_does_not_matter():
     chex.assert_trees_all_close(padded[1:, :3], alone, atol=1e-6)
 
 
-@pytest.mark.slow_except("post")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["post", "recurrent"])
 def test_segments_of_a_row_do_not_see_each_other(float64, name):
     config = dataclasses.replace(CONFIGS[name], dtype="float64", param_dtype="float64")
@@ -179,7 +180,7 @@ def test_attention_of_every_layer_is_returned_and_sums_to_one():
     np.testing.assert_array_equal(attention.decoder_self[..., 0, 1:], 0)
 
 
-@pytest.mark.slow_except("attention_dropout")
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", ["dropout", "attention_dropout", "activation_dropout"])
 def test_each_dropout_site_can_act_alone(rate):
     off = dict.fromkeys(
@@ -203,6 +204,7 @@ def test_each_dropout_site_can_act_alone(rate):
     )
 
 
+@pytest.mark.slow
 def test_layers_drop_different_units():
     config = dataclasses.replace(
         TINY, embedding_dropout_rate=0.0, dropout_rate=0.0, attention_dropout_rate=0.5
@@ -243,6 +245,7 @@ def test_tokens_outside_the_vocabulary_give_nan(token):
     assert jnp.isnan(vectors[0, 1]).all()
 
 
+@pytest.mark.slow
 def test_gradients_of_embeddings_are_added_up_in_float32():
     config = dataclasses.replace(TINY, dtype="bfloat16", scale_embeddings=False)
     embedding, tokens = Embedding(config, 4), jnp.full((1, 1025), 3)

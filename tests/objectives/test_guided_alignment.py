@@ -41,7 +41,7 @@ def a_batch():
     return Batch(source, inputs, target, weights, *rest, alignment=jnp.asarray(links))
 
 
-@pytest.mark.slow_except("ssru")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "layer"),
     [

@@ -27,6 +27,7 @@ def test_values_and_gradients_agree():
     assert len(report.select("gradient")) == len(dict(CLASSIFIER.module().named_parameters()))
 
 
+@pytest.mark.slow
 def test_the_first_difference_is_found():
     report = CLASSIFIER.compare(with_values("layers.1.norm_2", eps=1e-3))
     assert report.first_divergence.site == "layers/1/layer"
@@ -251,6 +252,7 @@ class Shared(torch.nn.Module):
         return self.layer(self.layer(x + self.table))
 
 
+@pytest.mark.slow
 def test_shared_modules_and_buffers():
     def function(params, x):
         x = parity.tap("first", (x + jnp.linspace(0.1, 0.3, 3)) @ params["kernel"])
@@ -328,6 +330,7 @@ def equinox_network():
     return tapped, params, [same(name.replace(".", "/"), name) for name in names]
 
 
+@pytest.mark.slow_except("equinox")
 @pytest.mark.parametrize("kind", ["linen taps", "linen intermediates", "equinox"])
 def test_modules_of_other_libraries_have_the_names_of_their_parts(kind):
     function, params, rules = (
@@ -406,6 +409,7 @@ def test_values_that_are_no_real_numbers_stop_no_diagnosis(theirs, ours):
     assert [each.site for each in report.findings] == ["output"]
 
 
+@pytest.mark.slow
 def test_a_cause_that_fails_is_reported_and_hides_no_other(monkeypatch):
     def broken(segment):
         yield from structural_causes.left_out(segment)
@@ -448,7 +452,7 @@ def test_another_base_of_logarithms(theirs, ours, says):
     assert says in finding.diagnosis.explanation
 
 
-@pytest.mark.slow_except("0.001-False")
+@pytest.mark.slow
 @pytest.mark.parametrize(("epsilon", "passed"), [(1e-8, True), (1e-3, False)])
 def test_optimizer_steps(epsilon, passed):
     module = CLASSIFIER.module()

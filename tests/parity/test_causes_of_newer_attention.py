@@ -84,7 +84,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.slow_except("faults0", "faults1", "faults2", "faults3", "faults4", "faults5")
+@pytest.mark.slow_except("faults1")
 @pytest.mark.parametrize(
     "faults",
     [(), *((name,) for name in FAULTS), ("neighbors", "gate_first"), ("tiled", "plus_one")],

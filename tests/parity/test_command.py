@@ -165,6 +165,7 @@ def test_the_table_shows_the_reports_that_failed(command, monkeypatch):
     assert "DIFFERS FIRST" in out
 
 
+@pytest.mark.slow
 def test_a_summary_has_both_dtypes():
     announced = []
     result = family_summary.check_all(["tunz"], announce=announced.append, **LAYERS)

@@ -68,6 +68,7 @@ def test_every_value_and_gradient_in_float32(family):
     assert max(row.max_rel for row in report.select("gradient")) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_first", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_bare_torch_transformer(batch_first):
     sizes = {"d_model": 16, "nhead": 4, "num_encoder_layers": 2, "num_decoder_layers": 2}
@@ -128,6 +129,7 @@ def tunz(dtype="float64"):
     return reference, variant.hints, parity.example(config)
 
 
+@pytest.mark.slow
 def test_the_module_is_left_as_it_was():
     reference, hints, batch = tunz()
     reference.train()
@@ -298,6 +300,7 @@ def test_a_batch_of_another_form_is_refused(batch, message):
         parity.compare("tunz", reference, batch, **hints)
 
 
+@pytest.mark.slow
 def test_a_frozen_module_is_refused():
     reference, hints, batch = tunz()
     with pytest.raises(UserError, match=r"frozen: call module\.requires_grad_\(\)"):

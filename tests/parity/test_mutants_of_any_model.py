@@ -199,7 +199,7 @@ PAIRS = {
 }
 
 
-@pytest.mark.slow_except("mixer", "classifier")
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_an_unchanged_module_agrees(model):
     report = MODELS[model][0].compare()
@@ -207,7 +207,7 @@ def test_an_unchanged_module_agrees(model):
     assert not report.findings
 
 
-@pytest.mark.slow_except("classifier-rms", "classifier-pooler", "gpt2-scale", "mixer-variance")
+@pytest.mark.slow_except("mixer-variance")
 @pytest.mark.parametrize(
     ("model", "fault"),
     [
@@ -228,7 +228,7 @@ def test_a_fault(model, fault):
     assert causes <= {cause} | CONSEQUENCES.get(fault, set()), report.findings
 
 
-@pytest.mark.slow_except("gpt2-scale-variance", "mixer-shared-epsilon", "classifier-float16-mask")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "first", "second"),
     [(model, *names) for model, pairs in PAIRS.items() for names in pairs],

@@ -100,6 +100,7 @@ def test_an_unchanged_reference_has_no_diagnosis(family):
     assert report.diagnosis is None
 
 
+@pytest.mark.slow
 def test_layers_alone_of_which_only_the_results_are_tapped():
     taps = {IN_ENCODER: parity.Tap("encoder.0")}
     change = with_values("encoder.0.norm2", eps=1e-3)
@@ -189,6 +190,7 @@ def test_a_mask_that_ignores_padding_of_the_target():
     check(report, "decoder/layers/0/self_attention/scores", "missing padding mask")
 
 
+@pytest.mark.slow
 def test_a_loss_in_bits():
     def in_bits(logits, targets, smoothing, pad_id):
         total, count = losses.jadore801120(logits, targets, smoothing, pad_id)
@@ -198,6 +200,7 @@ def test_a_loss_in_bits():
     check(compared("jadore801120", recipe=theirs), "loss", "logarithm base", "to the base 2, ours")
 
 
+@pytest.mark.slow
 def test_another_label_smoothing():
     theirs = dataclasses.replace(recipe("jadore801120"), loss=losses.torch_cross_entropy)
     report = compared("jadore801120", recipe=theirs)

@@ -51,6 +51,7 @@ def projected_together(self, x, memory, mask):
     return self.layer_norm(x + self.fc(context.transpose(1, 2).flatten(2))), weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "forward", "missing"),
     [
@@ -67,6 +68,7 @@ def test_equal_modules_agree_and_what_is_elsewhere_is_noted(kind, forward, missi
     assert [missing in note for note in noted] == [True] * bool(missing)
 
 
+@pytest.mark.slow
 def test_a_difference_is_found_although_some_values_are_elsewhere():
     def wrong(self, x, memory, mask):
         outputs, weights = projected_together(self, x, memory, mask)

@@ -56,6 +56,7 @@ def test_every_value_and_gradient_equals_ours():
     assert len(report.select("gradient")) == len(list(module().parameters()))
 
 
+@pytest.mark.slow
 def test_the_site_and_cause_of_a_fork_are_found():
     fork = module()
     fork.decoder.layers[1].enc_attn_layer_norm.eps = 1e-3

@@ -31,7 +31,7 @@ KINDS = [
 ]
 
 
-@pytest.mark.slow_except("opennmt_t5")
+@pytest.mark.slow
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("name", KINDS)
 def test_a_cached_step_equals_the_reference(name):
@@ -110,7 +110,7 @@ def test_positions_that_our_model_does_not_have_are_refused(name, options, messa
         interop.load("opennmt", checkpoint_of(name, options, tmp_path))
 
 
-@pytest.mark.slow_except("alibi")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["rotary", "alibi", "t5_relative"])
 def test_positions_of_self_attention_are_not_converted_to_tables(kind):
     sizes = {"source_vocab_size": 9, "target_vocab_size": 9, "d_model": 8, "num_heads": 2}

@@ -118,7 +118,7 @@ def hidden_state(module, inputs):
     return module(inputs).last_hidden_state
 
 
-@pytest.mark.slow_except("vit")
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [bert, vit, whisper_encoder], ids=lambda f: f.__name__)
 def test_a_public_model_in_float64(build):
     with references.default_dtype("float64"):

@@ -181,6 +181,7 @@ def check_logits(compile_or_not: Any) -> None:
     chex.assert_trees_all_close(logits * real, expected * real, rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow  # As in `test_equals_the_reference`.
 class CompilationTest(chex.TestCase):
     """Compiled, the logits are those of the reference."""
 
@@ -309,6 +310,7 @@ def test_double_projection_joins_heads_in_its_own_way_only_on_request():
         assert torch.equal(one_head[0](x, mask), one_head[1](x, mask))
 
 
+@pytest.mark.slow
 def test_a_source_of_padding_alone_disturbs_no_other_sentence():
     variant = VARIANTS["jadore801120_prj_all"]
     reference = variant.build()

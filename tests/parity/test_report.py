@@ -232,6 +232,7 @@ class Page(html.parser.HTMLParser):
         self.data.append(data)
 
 
+@pytest.mark.slow_except("report0", "report1")
 @pytest.mark.parametrize("report", [agreeing, diagnosed, training(), training(differs=False)])
 def test_html_is_well_formed_and_needs_nothing_else(report):
     text = report.to_html()
@@ -263,6 +264,7 @@ def test_html_escapes_and_says_pass_and_fail_in_words():
     assert 'style="width: 0%"' in text  # no difference
 
 
+@pytest.mark.slow
 def test_plots_are_written_in_the_format_of_their_name(tmp_path):
     trajectory = training().trajectory
     parity.plot_trajectory(trajectory, tmp_path / "steps.png")

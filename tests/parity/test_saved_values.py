@@ -110,7 +110,7 @@ FIRST_WRONG = {tuple(wrong): wrong for family in reversed(WRONG) for wrong in WR
 
 
 # By default, each setting is wrong in one family.
-@pytest.mark.slow_except("opennmt-settings16", "torch-settings8", "jadore801120-settings0")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
@@ -134,6 +134,7 @@ def test_a_wrong_setting_is_named(saved, family, settings):
     assert [(each.name, each.theirs) for each in found] == [(name, getattr(right, name))]
 
 
+@pytest.mark.slow
 def test_a_number_of_heads_that_does_not_divide_the_width_is_found(saved):
     sizes = {"num_heads": 3, "head_dim": 5, "value_dim": 5}
     path, inputs, outputs, hints = saved("jadore801120", **sizes)
@@ -221,6 +222,7 @@ def test_tables_are_exact_on_request(command):
     assert "values 2.2e-08" in out
 
 
+@pytest.mark.slow
 def test_the_printed_script_saves_what_the_command_compares(saved, capsys, monkeypatch, tmp_path):
     path, _, _, hints = saved("jadore801120")
     heads = ("--set", f"num_heads={hints['num_heads']}")
@@ -237,6 +239,7 @@ def test_the_printed_script_saves_what_the_command_compares(saved, capsys, monke
     assert "all agree" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_script_calls_models_of_transformers_by_keywords(tmp_path, monkeypatch):
     settings = {"d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 20}
     for stack in ("encoder", "decoder"):

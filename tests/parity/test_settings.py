@@ -117,7 +117,7 @@ def test_special_tokens_that_collide_or_do_not_exist_are_named(family, settings,
         check_family(family, **settings)
 
 
-@pytest.mark.slow_except("opennmt")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
     others_are_slow(
@@ -155,6 +155,7 @@ def test_wrong_heads_and_padding_of_a_module_are_named():
     assert not any(site.endswith("/scores") for site in report.untapped)
 
 
+@pytest.mark.slow
 def test_shapes_that_do_not_fit_are_said():
     module = Variant("annotated", ONE_LAYER).build("float64")
     for part in module.modules():

@@ -243,7 +243,7 @@ def found_by(faults):
     return report, {each.site: each.diagnosis and each.diagnosis.cause for each in report.findings}
 
 
-@pytest.mark.slow_except("none")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "faults",
     [

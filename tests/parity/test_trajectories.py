@@ -105,10 +105,7 @@ def adam(kind=torch.optim.Adam, **options):
     return lambda parameters: kind(parameters, **{"betas": (0.9, 0.997), "eps": 1e-9} | options)
 
 
-@pytest.mark.slow_except(
-    "changes2-2-loss-the first update differs: Adam's epsilon is 0.0001",
-    "changes3-1-parameter_norm-weight decay",
-)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "step", "quantity", "explanation"),
     [
@@ -175,6 +172,7 @@ def test_a_training_that_amplifies_rounding_is_told_from_a_bug():
     assert "amplifies rounding" in found.first_divergence.explanation
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_cut_off_is_found_before_the_update():
     variant = VARIANTS["tunz"]
     reference, config = small(variant)
@@ -185,6 +183,7 @@ def test_a_gradient_that_is_cut_off_is_found_before_the_update():
     embed.remove()
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_curves():
     first, second = (train(VARIANTS["tunz"], 3) for _ in range(2))
     for ours, again in zip(first.ours, second.ours, strict=True):

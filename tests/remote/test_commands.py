@@ -4,7 +4,6 @@ import re
 import shutil
 
 import pytest
-from conftest import forget_copies
 
 import flaxformer_mt as fmt
 from flaxformer_mt.cli import main
@@ -13,6 +12,7 @@ from flaxformer_mt.errors import UserError
 from flaxformer_mt.remote import lease, run_folders
 from flaxformer_mt.remote.copies import new_copy
 from flaxformer_mt.remote.stores import Store
+from tests.remote.conftest import forget_copies
 from tests.remote.test_copies import contents, downloaded
 
 LINES = "".join(f"{line}\n" for line in ["three", "Monday, Friday", "six meters"])
@@ -47,7 +47,7 @@ def run(arguments, capfd):
     return code, *capfd.readouterr()
 
 
-@pytest.mark.slow_except(*DEFAULT)
+@pytest.mark.slow_except("inspect")
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_with_remote_paths(name, uploaded_run, tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -99,6 +99,7 @@ def test_what_is_not_there_is_named_by_its_url(uploaded_run, capfd, tmp_path):
     assert str(tmp_path) not in err
 
 
+@pytest.mark.slow
 def test_parts_of_a_remote_output_are_refused(uploaded_run, capfd):
     url, _ = uploaded_run
     for option in ("--resume", "--shard=0/2"):
@@ -108,6 +109,7 @@ def test_parts_of_a_remote_output_are_refused(uploaded_run, capfd):
         assert f"{option} continues the parts of a local --output: give a local file" in err
 
 
+@pytest.mark.slow
 def test_a_text_that_looks_like_a_path_is_a_text(uploaded_run, capfd):
     url, _ = uploaded_run
     _, _, err = run(["convert", "--from=flaxformer_mt", "--to=flaxformer_mt", url,

@@ -17,6 +17,7 @@ def short(monkeypatch):
     monkeypatch.setattr(lease, "_SETTLING_SECONDS", 0.1)
 
 
+@pytest.mark.slow_except("file")
 def test_a_second_process_is_refused_and_the_next_is_not(store_url):
     with Lease(Store(store_url)):
         for wait in (0, 2.5):  # It is renewed.

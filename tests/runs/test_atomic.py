@@ -136,6 +136,7 @@ KILLED_AT = """
 """
 
 
+@pytest.mark.slow_except("True")
 @pytest.mark.parametrize("can_exchange", [True, False])
 def test_a_folder_that_is_replaced_is_there_whenever_the_process_is_killed(tmp_path, can_exchange):
     path, found = tmp_path / "folder", []

@@ -102,7 +102,8 @@ def test_the_state_of_adafactor_is_restored(tmp_path):
     def state_of(step):
         state = make_state(step)
         params = {"encoder": state.params, "output": {"bias": jnp.ones(3)}}
-        _, opt_state = optimizer.update(params, optimizer.init(params), params)
+        update = jax.jit(lambda params: optimizer.update(params, optimizer.init(params), params))
+        _, opt_state = update(params)
         return dataclasses.replace(state, params=params, opt_state=opt_state)
 
     with Checkpoints(tmp_path) as checkpointer:
@@ -543,6 +544,7 @@ def test_a_full_disk(tmp_path):
     assert entries(kept) == sorted(map(str, steps))
 
 
+@pytest.mark.slow
 def test_a_read_only_folder(tmp_path):
     """Refused at once, or when it becomes so."""
     script = textwrap.dedent(SAVE_UNTIL_IT_FAILS)

@@ -295,7 +295,7 @@ def model(tmp_path_factory):
         num_decoder_layers=1,
         **tokenizers.fields,
     )
-    return config, tokenizers, fmt.init(config, jax.random.key(0))
+    return config, tokenizers, jax.jit(fmt.init, static_argnums=0)(config, jax.random.key(0))
 
 
 def test_a_saved_run_is_a_run_folder(tmp_path, model):

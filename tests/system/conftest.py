@@ -6,6 +6,7 @@ import shutil
 import pytest
 from small_runs import flags
 
+from flaxformer_mt import experiment
 from flaxformer_mt.cli import entry_points, training
 from flaxformer_mt.config import DataConfig
 from flaxformer_mt.data.corpora.corpus import load_corpus
@@ -34,6 +35,16 @@ def finished(text, tmp_path_factory):
     """A run of 6 steps without interruption."""
     workdir = tmp_path_factory.mktemp("runs") / "finished"
     training.train(training.parse_flags(flags(text, workdir, "--train.num-steps=6")))
+    return workdir
+
+
+@pytest.fixture(scope="session")
+def begun(text, tmp_path_factory):
+    """A run that has written its configuration, vocabulary and fingerprints, and no step."""
+    workdir = tmp_path_factory.mktemp("runs") / "begun"
+    config = training.parse_flags(flags(text, workdir, "--train.num-steps=6")).experiment()
+    with experiment.open_folder(workdir):
+        experiment.prepare(config, workdir)
     return workdir
 
 

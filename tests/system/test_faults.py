@@ -67,20 +67,20 @@ def test_sentences_longer_than_the_row_are_counted(text, tmp_path, capsys, polic
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_folder_with_another_configuration(refuse, finished, text):
-    before = sorted(path.stat().st_mtime_ns for path in finished.rglob("*"))
-    error = refuse(*flags(text, finished, "--model.d-ff=64", "--optimizer.learning-rate=1"))
+def test_a_run_folder_with_another_configuration(refuse, begun, text):
+    before = sorted(path.stat().st_mtime_ns for path in begun.rglob("*"))
+    error = refuse(*flags(text, begun, "--model.d-ff=64", "--optimizer.learning-rate=1"))
     assert "model.d_ff: 32 in the run, 64 now" in error
     assert "optimizer.learning_rate: 0.005 in the run, 1.0 now" in error
-    assert before == sorted(path.stat().st_mtime_ns for path in finished.rglob("*"))
+    assert before == sorted(path.stat().st_mtime_ns for path in begun.rglob("*"))
 
 
-def test_a_run_folder_with_other_text(refuse, finished, text, tmp_path):
+def test_a_run_folder_with_other_text(refuse, begun, text, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(text, copy)
     lines = (copy / "train.en").read_text().splitlines()
     (copy / "train.en").write_text("\n".join([*lines[1:], lines[0]]) + "\n")
-    assert "the train corpus" in refuse(*flags(copy, finished))
+    assert "the train corpus" in refuse(*flags(copy, begun))
 
 
 def test_swapped_sides(refused):
@@ -131,6 +131,7 @@ def test_a_sentence_of_5000_tokens(text, tmp_path, refuse, capsys, policy):
     assert "longer than a row" in output
 
 
+@pytest.mark.slow
 def test_a_replaced_vocabulary(refuse, finished, text, tmp_path):
     workdir = tmp_path / "run"
     shutil.copytree(finished, workdir)
@@ -141,10 +142,10 @@ def test_a_replaced_vocabulary(refuse, finished, text, tmp_path):
     assert restore_params(workdir, "last")[0] == 6
 
 
-def test_two_runs_in_one_folder(refuse, finished, text):
-    with locked(finished):
-        error = refuse(*flags(text, finished, "--train.num-steps=8"))
-    assert f"is training in {finished} already" in error
+def test_two_runs_in_one_folder(refuse, begun, text):
+    with locked(begun):
+        error = refuse(*flags(text, begun, "--train.num-steps=8"))
+    assert f"is training in {begun} already" in error
 
 
 @pytest.mark.parametrize("options", [(), ("--dry-run",)])

@@ -153,6 +153,7 @@ def test_fine_tuning_starts_where_the_other_run_ended(finished, text, tmp_path):
     assert Translator.from_run(workdir / "averaged").translate(["three"])
 
 
+@pytest.mark.slow  # Decided by tests/training/test_warm_start.py.
 def test_another_model_cannot_be_fine_tuned(refuse, finished, text, tmp_path):
     error = refuse(
         *flags(text, tmp_path / "run", f"--train.init-from={finished}", "--model.d-ff=64")

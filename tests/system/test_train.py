@@ -18,6 +18,7 @@ from flaxformer_mt.runs.folder import read_config
 from flaxformer_mt.training.optimizer import make_schedule
 
 
+@pytest.mark.slow
 def test_a_run_folder_is_all_that_a_model_needs(finished, text, tmp_path):
     assert {path.name for path in finished.iterdir()} == {
         "cache", "checkpoints", "config.json", "data.json", "lock", "metrics.jsonl", "tensorboard",
@@ -136,14 +137,14 @@ def test_a_missing_config(refuse, tmp_path):
     assert "there is no file configs/none.py" in error
 
 
-def test_without_a_config_the_folder_must_hold_a_run(refuse, finished, tmp_path, capsys):
+def test_without_a_config_the_folder_must_hold_a_run(refuse, begun, tmp_path, capsys):
     for workdir in (tmp_path, tmp_path / "missing"):
         error = refuse(f"--workdir={workdir}")
         assert f"--workdir={workdir} holds no run to continue: give --config to start one" in error
     with pytest.raises(SystemExit):
-        training.parse_flags([f"--workdir={finished}", "--help"])
+        training.parse_flags([f"--workdir={begun}", "--help"])
     assert "--model.d-model INT" in capsys.readouterr().out
-    assert training.parse_flags([f"--workdir={finished}"]).experiment() == read_config(finished)
+    assert training.parse_flags([f"--workdir={begun}"]).experiment() == read_config(begun)
 
 
 @pytest.mark.parametrize("name", [path.stem for path in sorted(Path("configs").glob("*.py"))])

@@ -77,9 +77,10 @@ def test_pmap_agrees_with_one_device(setup, on_one, num_devices, parts, bigram):
     chex.assert_trees_all_close(on_many, expected, atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow_except("mesh")
 @pytest.mark.parametrize("strategy", ["mesh", "pmap"])
 def test_every_device_has_its_rows_and_the_whole_state(setup, strategy):
-    tiny = setup.of(strategy, 8)
+    tiny = setup.of(strategy, 8, bigram=True)
     state = tiny.state()
     assert all(leaf.is_fully_replicated for leaf in jax.tree.leaves(state))
     assert own_shard(tiny.devices.mesh) == Shard(0, 1)
@@ -92,6 +93,7 @@ def test_every_device_has_its_rows_and_the_whole_state(setup, strategy):
         np.testing.assert_array_equal(np.reshape(shard.data, expected.shape), expected)
 
 
+@pytest.mark.slow_except("data x fsdp x tensor")
 @pytest.mark.parametrize("mesh", ["data", "data x fsdp x tensor"])
 def test_gathered_parameters_are_whole_on_one_device(setup, mesh):
     tiny = setup.of(num_devices=8, parallel=MESHES[mesh])
@@ -122,6 +124,7 @@ def test_a_created_state_is_the_placed_one(setup, parallel):
     assert len(set(memory)) == len(memory)
 
 
+@pytest.mark.slow_except("mesh")
 @pytest.mark.parametrize("strategy", ["mesh", "pmap"])
 def test_a_step_donates_the_placed_state_and_nothing_else(setup, strategy):
     tiny = setup.of(strategy, 8, bigram=True)
@@ -138,7 +141,7 @@ def test_a_step_donates_the_placed_state_and_nothing_else(setup, strategy):
 def test_validation_agrees_with_one_device(setup, strategy):
     one, eight = (
         jax.device_get(tiny.eval_step(tiny.state().params, tiny.placed_batch(0)))
-        for tiny in (setup.of(strategy), setup.of(strategy, 8))
+        for tiny in (setup.of(strategy, bigram=True), setup.of(strategy, 8, bigram=True))
     )
     chex.assert_trees_all_close(one, eight, rtol=1e-5)
 
@@ -150,11 +153,12 @@ def test_validation_agrees_with_one_device(setup, strategy):
         pytest.param([(8, {"fsdp": 4, "tensor": 2}), (4, {"fsdp": 2}), (1, {})], marks=SLOW),
     ],
 )
-def test_a_state_continues_on_fewer_devices(setup, on_one, meshes):
+@pytest.mark.parametrize("bigram", [True, pytest.param(False, marks=SLOW)])
+def test_a_state_continues_on_fewer_devices(setup, on_one, meshes, bigram):
     """And sharded differently, as if nothing had happened."""
     state, losses = None, []
     for number, (num_devices, parallel) in enumerate(meshes):
-        tiny = setup.of(num_devices=num_devices, parallel=parallel, model=DROPOUT)
+        tiny = setup.of(num_devices=num_devices, parallel=parallel, model=DROPOUT, bigram=bigram)
         if state is None:
             state = tiny.state()
         else:
@@ -164,11 +168,11 @@ def test_a_state_continues_on_fewer_devices(setup, on_one, meshes):
         for step in range(5 * number, 5 * number + 5):
             state, metrics = tiny.train_step(state, tiny.placed_batch(step))
             losses.append(metrics["loss"][0] / metrics["loss"][1])
-    expected, *_ = on_one(setup.of(model=DROPOUT), 20)
+    expected, *_ = on_one(setup.of(model=DROPOUT, bigram=bigram), 20)
     np.testing.assert_allclose(jax.device_get(losses), expected[: len(losses)], atol=1e-5, rtol=0)
 
 
-@pytest.mark.slow_except("pmap")
+@pytest.mark.slow_except("mesh")
 @pytest.mark.parametrize("strategy", ["mesh", "pmap"])
 def test_as_many_compilations_as_declared_shapes_and_no_more(setup, strategy):
     tiny = setup.of(strategy, 2, bigram=True)

@@ -89,6 +89,7 @@ OVERFLOWING = {"kind": "adamw", "weight_decay": 1e6, "learning_rate": 1e6, "sche
 """Weight decay multiplies the parameters by about -1e12 in each step."""
 
 
+@pytest.mark.slow
 def test_an_update_that_is_not_finite_changes_nothing(setup):
     tiny = setup.of(bigram=True, optimizer=OVERFLOWING, ema_decay=0.5)
     state, metrics = tiny.state(), None
@@ -190,6 +191,7 @@ def test_r_drop_on_sharded_rows(setup):
     assert found[0]["r_drop"][0] > 1e-2 * found[0]["r_drop"][1]
 
 
+@pytest.mark.slow
 def test_without_dropout_r_drop_finds_no_divergence_and_twice_the_gradient(setup):
     plain, doubled = setup.of(bigram=True), setup.of(bigram=True, r_drop=5.0, accumulation_steps=4)
     state, batch = plain.state(), plain.batch(0)
@@ -290,6 +292,7 @@ def test_report_of_what_is_trained(setup, tie, freeze, text):
 # The initial state.
 
 
+@pytest.mark.slow
 def test_a_state_can_be_made_in_place_on_a_mesh(setup):
     tiny = setup.of(bigram=True, ema_decay=0.9, freeze=("Embed",))
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])

@@ -204,6 +204,7 @@ def losses(*values):
     return lambda params, step: {"loss": values[step - 1], "bleu": -values[step - 1]}
 
 
+@pytest.mark.slow
 def test_the_best_so_far_always_gets_its_checkpoint(runs):
     run = runs(eval_every=1, checkpoint_every=100, keep_last=1, keep_best=1)
     run(evaluate=losses(4.0, 2.0, 3.0, 2.0, 2.5, 5.0))
@@ -211,6 +212,7 @@ def test_the_best_so_far_always_gets_its_checkpoint(runs):
     assert restore_params(run.folder, "best")[0] == 2
 
 
+@pytest.mark.slow_except("3")
 @pytest.mark.parametrize("stop", [None, 3])
 def test_training_stops_early_when_validations_do_not_improve(runs, stop):
     run = runs(eval_every=1, checkpoint_every=2, early_stopping_patience=2)
@@ -288,6 +290,7 @@ def test_after_many_skipped_steps_the_run_goes_back_and_stops(runs):
     assert int(run.state.step) == 8
 
 
+@pytest.mark.slow
 def test_a_continued_run_counts_the_skipped_steps_before(runs):
     run = runs(log_every=1, max_skipped_steps=4)
     bad = spoiled(run.tiny, {3, 4, 5, 6, 7})
@@ -297,6 +300,7 @@ def test_a_continued_run_counts_the_skipped_steps_before(runs):
         run(batch=bad, num_steps=10)
 
 
+@pytest.mark.slow
 def test_a_skipped_step_delays_a_regular_checkpoint_only(runs):
     run = runs(checkpoint_every=2, eval_every=100, keep_last=5)
     run(batch=spoiled(run.tiny, {1}))
@@ -312,6 +316,7 @@ def test_a_skipped_step_delays_a_regular_checkpoint_only(runs):
     assert stopped.checkpoints == [3]
 
 
+@pytest.mark.slow
 def test_training_metrics_are_written_when_a_run_stops_early(runs):
     run = runs(eval_every=1, log_every=4, early_stopping_patience=2)
     run(evaluate=losses(1.0, 2.0, 3.0, 4.0, 5.0, 6.0))
@@ -354,6 +359,7 @@ def test_a_validation_that_fails_does_not_lose_the_steps_before_it(runs):
     assert failed.checkpoints == whole.checkpoints
 
 
+@pytest.mark.slow
 def test_a_last_validation_that_fails_is_repeated(runs):
     whole, failed = runs("whole")(), runs("failed")
 

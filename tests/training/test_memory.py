@@ -118,6 +118,7 @@ def test_cutting_parameters_costs_communication_and_saves_memory(setup):
     assert fsdp.sent["all-gather"] > 0
 
 
+@pytest.mark.slow
 def test_fsdp_sends_matrices_and_not_the_vectors_of_all_rows(setup):
     """With more rows, only the vectors of the embeddings are more, which are looked up in parts."""
     few, many = (

@@ -68,6 +68,7 @@ def test_xprof_opens_a_trace_of_five_steps(setup, tmp_path):
             assert name in text
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_traces_the_steps_that_remain(runs):  # noqa: F811
     run = runs()
     with pytest.raises(KeyboardInterrupt):
@@ -81,6 +82,7 @@ def test_a_run_that_goes_on_traces_the_steps_that_remain(runs):  # noqa: F811
     assert list(traces(run)) == ["steps_4_to_5"]
 
 
+@pytest.mark.slow
 def test_a_trace_that_early_stopping_cuts_short_is_discarded(runs):  # noqa: F811
     run = runs(eval_every=1, early_stopping_patience=1)
     run(profile_steps="1:5", evaluate=lambda params, step: {"loss": float(step)})
@@ -100,6 +102,7 @@ def test_steps_beyond_the_end_of_a_run_are_not_traced(runs):  # noqa: F811
     assert not (run.folder / "profile").exists()
 
 
+@pytest.mark.slow
 def test_a_trace_that_cannot_be_written_stops_the_run_in_one_line(runs, monkeypatch):  # noqa: F811
     stop = jax.profiler.stop_trace
 

@@ -75,7 +75,7 @@ def test_flops_are_those_of_the_products(options):
     assert training_flops(model, work) == expected
 
 
-@pytest.mark.slow_except("False")
+@pytest.mark.slow
 @pytest.mark.parametrize("has_inputs", [True, False])
 def test_the_step_counts_the_sentences_of_a_batch(setup, has_inputs):
     tiny = setup.of(bigram=True, accumulation_steps=2, model={"has_inputs": has_inputs})

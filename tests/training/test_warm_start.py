@@ -60,6 +60,7 @@ def refusal(path, tiny):
     return message
 
 
+@pytest.mark.slow
 def test_a_converted_checkpoint_comes_without_what_the_model_has_not(setup, tmp_path):
     tiny = setup.of()
     params = trained_elsewhere(tiny)
@@ -87,6 +88,7 @@ def test_of_a_run_the_best_checkpoint_is_taken_and_its_average(setup, tmp_path, 
     chex.assert_trees_all_equal(load(tmp_path, tiny), params)
 
 
+@pytest.mark.slow_except("mesh")
 @pytest.mark.parametrize("strategy", ["mesh", "pmap"])
 def test_training_goes_on_from_there_and_so_does_the_average(setup, strategy):
     tiny = setup.of(strategy, num_devices=2, bigram=True, ema_decay=0.5)
@@ -127,7 +129,7 @@ def test_another_vocabulary_is_refused_with_the_shapes_that_differ(setup, tmp_pa
 
 
 def test_what_is_no_parameters_is_refused(setup, tmp_path):
-    tiny = setup.of()
+    tiny = setup.of(bigram=True)
     assert "there is no such file" in refusal(tmp_path / "missing", tiny)
     assert "not a run folder" in refusal(tmp_path, tiny)
     (tmp_path / "text").write_text("not weights")
@@ -206,6 +208,7 @@ def test_with_its_moments_a_run_goes_on_as_if_it_had_not_ended(
     chex.assert_trees_all_equal(*jax.device_get((further.params, again.params)))
 
 
+@pytest.mark.slow
 def test_moments_that_do_not_fit_are_named_and_begin_anew(setup, tmp_path):
     there = setup.of(bigram=True, freeze=("Embed",))
     folder = write_run(tmp_path / "run", there, after_steps(there, 2))
