@@ -1,6 +1,7 @@
 """Measures the training stream: tokens per second of one core that plans and reads batches.
 
     python benchmarks/stream.py [--pairs 4000000] [--case NAME ...] [--workers N ...] [--json FILE]
+    python benchmarks/stream.py --starts 1 10 50 [--case packed bpe unigram]
 
 A store of synthetic pairs is written to a temporary folder and memory-mapped, as in training. Each
 case runs in a process of its own, on one core where the system can pin it, after a warm-up. Printed
@@ -13,6 +14,11 @@ of8 and of64 one of so many processes; bpe and unigram sample the subwords of th
 drops the store from the page cache first, where the system allows it. bound is NumPy that packs
 pairs in the order of the store into rows that were planned before, by next-fit. grain, if it is
 installed, shuffles pairs of the same arrays and packs them by its first-fit.
+
+With --starts, a store of a million pairs, of which some are longer than a row, is repeated so many
+times. Printed are, for a stream that begins and for one that continues at step 1,000,000, each in a
+process of its own, the seconds from opening the store to the first batch, with the choice of the
+row length; those of the processor; and the peak of the memory that is not mapped from files.
 """
 
 import argparse
@@ -24,8 +30,9 @@ import os
 import resource
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +46,11 @@ CASES = (
 SAMPLING = ("bpe", "unigram")
 
 
-def write(folder: Path, pairs: int, with_texts: bool) -> None:
+def write(folder: Path, pairs: int, with_texts: bool, longest: int = LENGTH) -> None:
     """Writes sides in the layout of a token store, and for sampling texts and a vocabulary."""
     random = np.random.default_rng(0)
-    targets = np.clip(random.gamma(8, MEAN / 8, pairs).astype(np.int64), 2, LENGTH)
-    sources = np.clip(targets + random.normal(0, 3, pairs).astype(np.int64), 2, LENGTH)
+    targets = np.clip(random.gamma(8, MEAN / 8, pairs).astype(np.int64), 2, longest)
+    sources = np.clip(targets + random.normal(0, 3, pairs).astype(np.int64), 2, longest)
     for name, lengths in (("source", sources), ("target", targets)):
         np.concatenate([[0], np.cumsum(lengths)]).tofile(folder / f"{name}.offsets")
         random.integers(4, 10_000, lengths.sum(), np.uint16).tofile(folder / f"{name}.tokens")
@@ -73,6 +80,19 @@ def write_texts(folder: Path, lengths: np.ndarray, random: np.random.Generator) 
     encoded = [text.encode() for text in texts]
     np.cumsum([0, *map(len, encoded)]).tofile(folder / "text.offsets")
     (folder / "text.bytes").write_bytes(b"".join(encoded))
+
+
+def repeat(folder: Path, times: int) -> None:
+    """Repeats the pairs of a store."""
+    for path in folder.glob("*.offsets"):
+        offsets = np.fromfile(path, np.int64)
+        starts = np.arange(times)[:, np.newaxis] * offsets[-1]
+        np.append((starts + offsets[:-1]).ravel(), times * offsets[-1]).tofile(path)
+        (values,) = {*folder.glob(f"{path.stem}.*")}.difference([path])
+        content = values.read_bytes()
+        with values.open("ab") as file:
+            for _ in range(times - 1):
+                file.write(content)
 
 
 def vocabulary(case: str, folder: Path) -> Any:
@@ -115,15 +135,14 @@ def sub_corpus(corpus: Any, first: int, last: int) -> Any:
     return dataclasses.replace(corpus, sources=sources, targets=targets)
 
 
-def our_batches(case: str, folder: Path, workers: int) -> Iterator[tuple[int, int]]:
-    """Yields the numbers of tokens and of positions in the batches of one process."""
+def our_stream(
+    case: str, folder: Path, workers: int = 0, processes: int = 1, source_row_length: int = LENGTH
+) -> Any:
     from flaxformer_mt.config import DataConfig, ExperimentConfig, TrainConfig
-    from flaxformer_mt.data.stream.batches import Shard
     from flaxformer_mt.data.stream.training_stream import TrainingStream
 
-    processes = {"of8": 8, "of64": 64}.get(case, 1)
     data = DataConfig(
-        source_row_length=LENGTH,
+        source_row_length=source_row_length,
         target_row_length=LENGTH,
         batching="buckets" if case == "buckets" else "packed",
         bucket_lengths=(16, 32, 48, LENGTH),
@@ -138,7 +157,15 @@ def our_batches(case: str, folder: Path, workers: int) -> Iterator[tuple[int, in
         middle = len(corpus.targets) // 3
         corpora = [sub_corpus(corpus, 0, middle), sub_corpus(corpus, middle, len(corpus.targets))]
     sampler = vocabulary(case, folder)
-    stream = TrainingStream(corpora, ExperimentConfig(data=data, train=train), sampler)
+    return TrainingStream(corpora, ExperimentConfig(data=data, train=train), sampler)
+
+
+def our_batches(case: str, folder: Path, workers: int) -> Iterator[tuple[int, int]]:
+    """Yields the numbers of tokens and of positions in the batches of one process."""
+    from flaxformer_mt.data.stream.batches import Shard
+
+    processes = {"of8": 8, "of64": 64}.get(case, 1)
+    stream = our_stream(case, folder, workers, processes)
     shard = Shard(0, processes)
     if workers:
         with stream.prefetched(shard, lambda batch: batch, stream.start) as batches:
@@ -239,6 +266,82 @@ def measure(case: str, folder: Path, workers: int) -> dict[str, float]:
     }
 
 
+def measure_start(case: str, folder: Path, step: int) -> dict[str, float]:
+    import flaxformer_mt.data.stream.training_stream  # noqa: F401  (not part of the time)
+    from flaxformer_mt.data.stream.batches import DataPosition
+
+    before, peak, finished = own_memory(), 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not finished.wait(0.005):
+            peak = max(peak, own_memory())
+
+    threading.Thread(target=watch).start()
+    start, processor = time.perf_counter(), time.process_time()
+    stream = our_stream(case, folder, source_row_length=0)
+    position = stream.start
+    if step:
+        # In the middle of a later epoch.
+        epoch, streams = step * 600 // stream.pairs, stream._mixture.streams
+        place = epoch, stream._mixture.blocks(epoch) // 2, 7
+        position = DataPosition(epoch, step=step, streams=(place,) * streams)
+    stream.read(position)
+    seconds, processor = time.perf_counter() - start, time.process_time() - processor
+    finished.set()
+    memory = (peak - before) / 2**20
+    return {"seconds": seconds, "processor_seconds": processor, "memory_mib": memory}
+
+
+def own_memory() -> int:
+    """Returns the bytes of this process in memory that are not mapped from files (on Linux)."""
+    _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
+    return (resident - shared) * resource.getpagesize()
+
+
+def apart(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls a function in a process of its own: peak memory is inherited by forks."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(function, arguments)
+
+
+def report(name: str, values: dict[str, float]) -> dict[str, float]:
+    print(f"{name:24}" + "  ".join(f"{k}={v:,.3g}" for k, v in values.items()), flush=True)
+    return values
+
+
+def starts(cases: Sequence[str], millions: Sequence[int]) -> dict[str, Any]:
+    results = {}
+    for case, times in itertools.product(cases, millions):
+        with tempfile.TemporaryDirectory() as name:
+            apart(write, Path(name), 10**6, case in SAMPLING, 2 * LENGTH)
+            repeat(Path(name), times)
+            for step in (0, 10**6):
+                key = f"{case}, {times}M, step {step}"
+                results[key] = report(key, apart(measure_start, case, Path(name), step))
+    return results
+
+
+def rates(cases: Sequence[str], pairs: int, all_workers: Sequence[int]) -> dict[str, Any]:
+    results = {}
+    with tempfile.TemporaryDirectory() as name:
+        folders = {False: Path(name, "tokens"), True: Path(name, "texts")}
+        for with_texts, folder in folders.items():
+            if (with_texts and {*SAMPLING} & {*cases}) or not with_texts:
+                folder.mkdir()
+                apart(write, folder, min(pairs, 10**6) if with_texts else pairs, with_texts)
+        for case, workers in itertools.product(cases, all_workers):
+            name = f"{case}, {workers} workers"
+            folder = folders[case in SAMPLING]
+            if case == "cold":
+                drop_pages(folder)
+            try:
+                results[name] = report(name, apart(measure, case, folder, workers))
+            except ImportError as error:
+                print(f"{name:24}{error}", file=sys.stderr)
+    return results
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -246,31 +349,15 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=4_000_000)
     parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--workers", type=int, nargs="+", default=[0], help="data.workers")
+    parser.add_argument("--starts", type=int, nargs="+", metavar="MILLIONS")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     arguments = parser.parse_args()
-    results = {}
-    with tempfile.TemporaryDirectory() as name:
-        folders = {False: Path(name, "tokens"), True: Path(name, "texts")}
-        for with_texts, folder in folders.items():
-            if (with_texts and {*SAMPLING} & {*arguments.case}) or not with_texts:
-                folder.mkdir()
-                pairs = min(arguments.pairs, 10**6) if with_texts else arguments.pairs
-                # In a process of its own: peak memory is inherited.
-                with multiprocessing.get_context("spawn").Pool(1) as pool:
-                    pool.apply(write, (folder, pairs, with_texts))
-        for case, workers in itertools.product(arguments.case, arguments.workers):
-            name = f"{case}, {workers} workers"
-            folder = folders[case in SAMPLING]
-            if case == "cold":
-                drop_pages(folder)
-            try:
-                with multiprocessing.get_context("spawn").Pool(1) as pool:
-                    results[name] = pool.apply(measure, (case, folder, workers))
-            except ImportError as error:
-                print(f"{name:20}{error}", file=sys.stderr)
-                continue
-            values = "  ".join(f"{key}={value:,.3g}" for key, value in results[name].items())
-            print(f"{name:20}{values}", flush=True)
+    cases = arguments.case
+    results = (
+        starts(cases, arguments.starts)
+        if arguments.starts
+        else rates(cases, arguments.pairs, arguments.workers)
+    )
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=2) + "\n")
 

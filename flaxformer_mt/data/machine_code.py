@@ -8,6 +8,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 
 @functools.cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any] | None:
@@ -20,3 +22,22 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any] | None:
         return numba.njit(nogil=True, cache=True)(function)
     except RuntimeError:  # There is no writable folder for the machine code.
         return numba.njit(nogil=True)(function)
+
+
+def spans(values: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Concatenates `values[start : start + length]` for each int64 start and length."""
+    copy = compiled(_copy_spans)
+    if copy is None:
+        firsts = np.cumsum(lengths) - lengths
+        return values[np.arange(lengths.sum()) + np.repeat(starts - firsts, lengths)]
+    copies = np.empty(lengths.sum(), values.dtype)
+    copy(values, starts, lengths, copies)
+    return copies
+
+
+def _copy_spans(values: Any, starts: Any, lengths: Any, copies: Any) -> None:
+    place = 0
+    for span in range(len(starts)):
+        for source in range(starts[span], starts[span] + lengths[span]):
+            copies[place] = values[source]
+            place += 1

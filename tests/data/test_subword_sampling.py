@@ -1,7 +1,9 @@
 """Subword sampling: exact without randomness, correct probabilities with it."""
 
 import collections
+import itertools
 import math
+import random
 import subprocess
 import sys
 
@@ -11,6 +13,7 @@ from sentencepiece import SentencePieceProcessor
 
 from flaxformer_mt.config import DataConfig
 from flaxformer_mt.data.corpora.corpus import load_corpus
+from flaxformer_mt.data.tokenizers import subword_sampling
 from flaxformer_mt.data.tokenizers.sentencepiece_model import TextSampler, parse_model
 from flaxformer_mt.data.tokenizers.subword_sampling import BpeDropout, UnigramSampling
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
@@ -47,22 +50,96 @@ def test_frequency_of_dropped_merges():
     assert found == pytest.approx(wanted, abs=0.01)
 
 
+def drop_merges(word, ranks, first, is_dropped):
+    """Returns the pieces of a word, by one search for the next merge after the other."""
+    pieces, dropped, possible = list(word), set(), 0
+    while True:
+        # A dropped merge is possible again when one of its pieces changes.
+        ends = itertools.pairwise(itertools.accumulate(map(len, pieces), initial=0))
+        merges = [
+            (ranks[left + right], place, (start, left, right))
+            for place, ((left, right), (start, _)) in enumerate(
+                zip(itertools.pairwise(pieces), ends, strict=False)
+            )
+            if left + right in ranks and (start, left, right) not in dropped
+        ]
+        if not merges:
+            return pieces
+        _, place, merge = min(merges)
+        possible += 1
+        if possible == first or (possible > first and is_dropped()):
+            dropped.add(merge)
+        else:
+            pieces[place : place + 2] = [pieces[place] + pieces[place + 1]]
+
+
+@pytest.mark.parametrize("with_numba", [True, False])
 @pytest.mark.parametrize("amount", [1e-9, 0.05, 0.3, 0.9, 1.0])
-def test_machine_code_draws_the_same(amount):
+def test_merges_are_dropped_in_turn(monkeypatch, amount, with_numba):
     """Also with pieces of equal ranks, and words that are not sampled."""
-    pytest.importorskip("numba")
-    random = np.random.default_rng(0)
-    pieces = sorted({*"abc", *("".join(random.choice([*"abc"], n)) for n in [2, 3, 4, 5] * 20)})
+    if with_numba:
+        pytest.importorskip("numba")
+    else:
+        monkeypatch.setattr(subword_sampling, "compiled", lambda function: None)
+    random_numbers = np.random.default_rng(0)
+    choice = random_numbers.choice
+    pieces = sorted({*"abc", *("".join(choice([*"abc"], n)) for n in [2, 3, 4, 5] * 20)})
     ids = {piece: int(token) for token, piece in enumerate(pieces)}
-    ranks = {piece: float(random.integers(30)) for piece in pieces if len(piece) > 1}
-    compiled, plain = (BpeDropout(ranks, ids, fallback, ["cab"], "a") for _ in range(2))
-    assert compiled._resplit is not None
-    plain._resplit = None
-    lengths = random.integers(0, 30, 500).tolist()
-    words = ["".join(random.choice([*"abcX"], n, p=[0.33, 0.33, 0.33, 0.01])) for n in lengths]
+    ranks = {piece: float(random_numbers.integers(30)) for piece in pieces if len(piece) > 1}
+    lengths = random_numbers.integers(0, 30, 500).tolist()
+    words = ["".join(choice([*"abcX"], n, p=[0.33, 0.33, 0.33, 0.01])) for n in lengths]
+    sampler = BpeDropout(ranks, ids, fallback, ["cab"], "a")
     for seed in (0, 1, 2**32 - 1):
-        assert compiled.sample(words, seed, amount) == plain.sample(words, seed, amount)
-    assert compiled.sample([], 0, amount) == plain.sample([], 0, amount) == []
+        words = words[seed % 7 :]
+        draw = random.Random(seed).random
+        firsts = np.random.default_rng(seed).geometric(amount, size=len(words)).tolist()
+        expected = [
+            [99]
+            if "X" in word or "cab" in "a" + word
+            else [
+                ids[piece]
+                for piece in drop_merges("a" + word, ranks, first, lambda: draw() < amount)  # noqa: B023
+            ]
+            for word, first in zip(words, firsts, strict=True)
+        ]
+        assert sampler.sample(words, seed, amount) == expected
+    assert sampler.sample([], 0, amount) == []
+
+
+@pytest.mark.parametrize("with_numba", [True, False])
+def test_words_of_texts(monkeypatch, with_numba):
+    if with_numba:
+        pytest.importorskip("numba")
+    else:
+        monkeypatch.setattr(subword_sampling, "compiled", lambda function: None)
+    random_numbers = np.random.default_rng(0)
+    known, numbers = subword_sampling._Words(), {}
+    # Long words, a few of them each time, as the table grows, and then many short ones.
+    for texts, most, longest in [(2, 4, 30)] * 250 + [(30, 40, 4)] * 3:
+        lists = [
+            [
+                "".join(random_numbers.choice([*"aé猫𝕏▀"], n))
+                for n in random_numbers.integers(0, longest, m)
+            ]
+            for m in random_numbers.integers(0, most, texts)
+        ]
+        words = [*itertools.chain(*lists)]
+        before = len(numbers)
+        expected = [numbers.setdefault(word, len(numbers)) for word in words]
+        found, counts, new = known.number(["".join("\u2581" + w for w in each) for each in lists])
+        assert found.tolist() == expected
+        assert counts.tolist() == [*map(len, lists)]
+        assert new == [*numbers][before:]
+    assert known.number([])[2] == []
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_words_that_were_forgotten_are_sampled_alike(monkeypatch, kind):
+    tokenizer = Tokenizers.train([CORPUS], DataConfig(**{**vars(CONFIG), "tokenizer": kind})).source
+    texts = [CORPUS.sources[first : first + 9] for first in range(0, 90, 9)]
+    expected = [tokenizer.sample(each, 3, 0.2) for each in texts]
+    monkeypatch.setattr(subword_sampling, "_CACHED", 20)
+    assert [tokenizer.sample(each, 3, 0.2) for each in texts] == expected
 
 
 def test_characters_remain_when_every_merge_is_dropped():

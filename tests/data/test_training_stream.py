@@ -19,7 +19,7 @@ from flaxformer_mt.config import (
     from_dict,
     to_dict,
 )
-from flaxformer_mt.data.stream import mixture
+from flaxformer_mt.data.stream import mixture, packing
 from flaxformer_mt.data.stream.batches import BatchShape, DataPosition, Shard
 from flaxformer_mt.data.stream.blocks import BlockMaker
 from flaxformer_mt.data.stream.packing import Sentences
@@ -293,6 +293,26 @@ def test_long_pairs_are_dropped_and_counted():
     dropped = report.dropped["longer than a row"]
     assert dropped.count == 2
     assert dropped.example == "pair 2 (5,000 source and 4 target tokens)"
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
+def test_lengths_are_read_in_chunks(monkeypatch, chunk):
+    """The memory that a corpus takes does not grow with it."""
+    monkeypatch.setattr(packing, "_CHUNK", chunk)
+    corpora = [random_pairs(40, seed, longest=17) for seed in (1, 2)]
+    stream = TrainingStream(corpora, config(rows=1, source_row_length=0))
+    fitting = Counter()
+    for corpus, own in zip(corpora, stream.corpora, strict=True):
+        lengths = np.stack(corpus.lengths)
+        fits = (np.array(stream.config.data.row_lengths) >= lengths.T).all(axis=1)
+        assert 0 < fits.sum() < 40
+        fitting.update(pair for pair, fit in zip(all_pairs(corpus), fits, strict=True) if fit)
+        for report, kept in zip((own.report.sources, own.report.targets), lengths, strict=True):
+            kept = kept[fits]
+            assert (report.tokens, report.longest) == (kept.sum(), kept.max())
+            assert report.mean_length == kept.mean()
+            assert report.percentile_95 == np.quantile(kept, 0.95, method="inverted_cdf")
+    assert read_epochs(stream) == [fitting]
 
 
 @pytest.mark.parametrize("batching", ["packed", "buckets"])

@@ -4,6 +4,7 @@ Imported by worker processes (`block_workers`): without JAX, they start in a fra
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -32,15 +33,14 @@ class Block:
 class BlockMaker:
     """Makes blocks of the kept pairs of several corpora.
 
-    Pairs are given as int64 [pairs] indices into those that are kept of all corpora, in a row;
-    `kept` has the indices of these in each corpus, or None for all.
+    Pairs are given as int64 [pairs] indices into those that are kept of all corpora, in a row.
 
     Attributes:
       mixture: the order of these pairs.
 
     Args:
       corpora: the training corpora.
-      kept: the indices of their pairs, int64 [kept], or None for all.
+      dropped: the ascending indices of the pairs of each that are left out, int64 [dropped].
       shapes: all batch shapes, in ascending order; pairs are truncated to the last.
       config: the experiment.
       sampler: the vocabulary of the sources, for `data.subword_sampling`.
@@ -49,20 +49,20 @@ class BlockMaker:
     def __init__(
         self,
         corpora: Sequence[EncodedCorpus],
-        kept: Sequence[np.ndarray | None],
+        dropped: Sequence[np.ndarray],
         shapes: Sequence[BatchShape],
         config: ExperimentConfig,
         sampler: Tokenizer | None,
     ) -> None:
         self._corpora = corpora
-        self._kept = kept
+        # How many pairs are kept before each that is not.
+        self._kept_before = [pairs - np.arange(len(pairs)) for pairs in dropped]
         self._shapes = shapes
         _, *self._row_lengths = shapes[-1]
         self._config = config
         self._sampler = sampler
         sizes = [
-            len(corpus.targets) if pairs is None else len(pairs)
-            for corpus, pairs in zip(corpora, kept, strict=True)
+            len(corpus.targets) - len(pairs) for corpus, pairs in zip(corpora, dropped, strict=True)
         ]
         self._ends = np.cumsum(sizes)
         weights = [corpus.weight for corpus in corpora]
@@ -93,10 +93,11 @@ class BlockMaker:
     def _located(self, draws: np.ndarray) -> Iterator[tuple[np.ndarray, int, np.ndarray]]:
         """Yields for each corpus which of the pairs it has, its number, and its own indices."""
         corpora = np.searchsorted(self._ends, draws, side="right")
-        for number, (kept, first) in enumerate(zip(self._kept, [0, *self._ends], strict=False)):
+        firsts = [0, *self._ends[:-1]]
+        for number, (kept, first) in enumerate(zip(self._kept_before, firsts, strict=True)):
             where = np.flatnonzero(corpora == number)
             indices = draws[where] - first
-            yield where, number, indices if kept is None else kept[indices]
+            yield where, number, indices + np.searchsorted(kept, indices, side="right")
 
     def _take(self, draws: np.ndarray) -> TokenPairs:
         located = list(self._located(draws))
@@ -112,7 +113,8 @@ class BlockMaker:
         """Tokenizes sources with subword sampling, except where the result exceeds a row."""
         if self._sampler is None or texts is None:
             raise ValueError("data.subword_sampling needs a vocabulary to sample from")
-        decoded = [texts[index].tobytes().decode() for index in range(len(texts))]
+        encoded, offsets = texts.tokens.tobytes(), texts.offsets.tolist()
+        decoded = [encoded[start:end].decode() for start, end in itertools.pairwise(offsets)]
         amount = self._config.data.subword_sampling
         seed = int(random.integers(2**32))
         drawn = Sentences.of_lengths(*self._sampler.sample_sources(decoded, seed, amount))

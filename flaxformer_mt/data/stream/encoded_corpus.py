@@ -55,19 +55,25 @@ class SideReport:
     @classmethod
     def of_lengths(cls, lengths: np.ndarray, **unknown: Any) -> "SideReport":
         """Returns the statistics of sentences of these lengths, of which there is at least one."""
+        return cls._of_counts(np.bincount(lengths), **unknown)
+
+    @classmethod
+    def _of_counts(cls, counts: np.ndarray, **unknown: Any) -> "SideReport":
+        """Returns the statistics of so many sentences of each length, from 0 on."""
+        number, tokens = int(counts.sum()), int(counts @ np.arange(len(counts)))
         return cls(
-            tokens=int(lengths.sum()),
-            mean_length=float(lengths.mean()),
-            percentile_95=int(np.quantile(lengths, 0.95, method="inverted_cdf")),
-            longest=int(lengths.max()),
+            tokens=tokens,
+            mean_length=tokens / number,
+            percentile_95=int(np.searchsorted(counts.cumsum(), 0.95 * number)),
+            longest=int(np.flatnonzero(counts)[-1]),
             **unknown,
         )
 
-    def without(self, sentences: Sentences, dropped: np.ndarray) -> "SideReport":
-        """Returns the report without the sentences of some indices."""
-        unknown = sum(np.count_nonzero(sentences[i] == self.unknown_id) for i in dropped)
-        return self.of_lengths(
-            np.delete(sentences.lengths, dropped),
+    def without(self, counts: np.ndarray, dropped: Sentences) -> "SideReport":
+        """Returns the report without some sentences, from the number of all of each length."""
+        unknown = np.count_nonzero(dropped.tokens == self.unknown_id)
+        return self._of_counts(
+            counts - np.bincount(dropped.lengths, minlength=len(counts)),
             unknown_tokens=self.unknown_tokens - int(unknown),
             unknown_example=self.unknown_example,
             unknown_id=self.unknown_id,
@@ -179,15 +185,23 @@ class EncodedCorpus(TokenPairs):
 
     def without(self, reason: str, example: str, indices: np.ndarray) -> "EncodedCorpus":
         """Returns the corpus with a report without some of its pairs, which are dropped."""
-        report, dropped = self.report, Dropped(len(indices), example)
+        report, dropped = self.report, self.take(indices)
+        chunks = [[*map(np.bincount, sides)] for _, sides in self.chunks_of_lengths()]
+        sources, targets = map(_added_up, zip(*chunks, strict=True))
         report = dataclasses.replace(
             report,
-            dropped={**report.dropped, reason: dropped},
+            dropped={**report.dropped, reason: Dropped(len(indices), example)},
             sources=report.sources
-            and report.sources.without(cast(Sentences, self.sources), indices),
-            targets=report.targets.without(self.targets, indices),
+            and report.sources.without(sources, cast(Sentences, dropped.sources)),
+            targets=report.targets.without(targets, dropped.targets),
         )
         return dataclasses.replace(self, report=report)
+
+
+def _added_up(counts: Sequence[np.ndarray]) -> np.ndarray:
+    """Adds arrays, as if shorter ones ended with zeros."""
+    longest = max(map(len, counts))
+    return np.sum([np.pad(each, (0, longest - len(each))) for each in counts], axis=0)
 
 
 class EncodedPairs(NamedTuple):

@@ -211,39 +211,40 @@ def _part(values: np.ndarray, index: int, count: int) -> np.ndarray:
     return values[first:last]
 
 
-def select_pairs(
-    corpus: EncodedCorpus, config: DataConfig
-) -> tuple[EncodedCorpus, np.ndarray | None]:
+def select_pairs(corpus: EncodedCorpus, config: DataConfig) -> tuple[EncodedCorpus, np.ndarray]:
     """Selects the pairs to train on, according to `data.long_sentences`.
 
     Returns:
       The corpus, with a report that includes the pairs longer than a row, and the ascending indices
-      of the pairs to train on, int64 [kept], or None for all. Truncation is left to the caller.
+      of the pairs to leave out, int64 [dropped]. Truncation is left to the caller.
     """
     source_row_length, target_row_length = config.row_lengths
-    source_lengths, target_lengths = corpus.lengths
-    fits = (source_lengths <= source_row_length) & (target_lengths <= target_row_length)
-    too_long = np.flatnonzero(~fits)
+    chunks = [
+        first + np.flatnonzero((sources > source_row_length) | (targets > target_row_length))
+        for first, (sources, targets) in corpus.chunks_of_lengths()
+    ]
+    too_long = np.concatenate(chunks)
     if not len(too_long):
-        return corpus, None
+        return corpus, too_long
 
-    first = int(too_long[0])
+    count, first = len(corpus.targets), too_long[:1]
+    (source_length,), (target_length,) = corpus.take(first).lengths
     example = (
-        f"{corpus.place(first)} ({source_lengths[first]:,} source and {target_lengths[first]:,} "
-        "target tokens)"
+        f"{corpus.place(int(first[0]))} ({source_length:,} source and {target_length:,} target "
+        "tokens)"
     )
     problem = (
-        f"{corpus.name}: {len(too_long):,} of {len(fits):,} pairs are longer than a row "
+        f"{corpus.name}: {len(too_long):,} of {count:,} pairs are longer than a row "
         f"({_row_lengths(config)}), the first is {example}"
     )
     if config.long_sentences == "error":
         raise UserError(f"{problem}; raise it, or set data.long_sentences to drop or truncate")
     if config.long_sentences == "truncate":
         report = dataclasses.replace(corpus.report, truncated=len(too_long))
-        return dataclasses.replace(corpus, report=report), None
-    if len(too_long) == len(fits):
+        return dataclasses.replace(corpus, report=report), too_long[:0]
+    if len(too_long) == count:
         raise UserError(f"{problem}; raise it, or set data.long_sentences to truncate")
-    return corpus.without("longer than a row", example, too_long), np.flatnonzero(fits)
+    return corpus.without("longer than a row", example, too_long), too_long
 
 
 def _row_lengths(config: DataConfig) -> str:

@@ -7,12 +7,15 @@ attention is restricted.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from flaxformer_mt.data.machine_code import compiled
+from flaxformer_mt.data.machine_code import compiled, spans
+
+_CHUNK = 1 << 16
+"""Number of pairs in a chunk of lengths."""
 
 _CANDIDATES = 16
 """Number of pairs considered for the next position. More of them fill rows better, but slower."""
@@ -80,7 +83,7 @@ class Sentences:
         """Copies the sentences with these indices, int [taken]."""
         starts = self.offsets[indices]
         lengths = self.offsets[indices + 1] - starts
-        return Sentences(self.tokens[_ranges(starts, lengths)], _offsets(lengths))
+        return Sentences(spans(self.tokens, starts, lengths), _offsets(lengths))
 
     def truncate(self, length: int, eos_id: int) -> "Sentences":
         """Truncates sentences to `length` tokens; an end token remains the last."""
@@ -88,7 +91,7 @@ class Sentences:
             return self
         lengths = np.minimum(self.lengths, length)
         offsets = _offsets(lengths)
-        tokens = self.tokens[_ranges(self.offsets[:-1], lengths)]
+        tokens = spans(self.tokens, self.offsets[:-1], lengths)
         has_end = self.tokens[self.offsets[1:] - 1] == eos_id
         tokens[offsets[1:][has_end] - 1] = eos_id
         return Sentences(tokens, offsets)
@@ -111,6 +114,16 @@ class TokenPairs:
         """Source and target lengths, int64 [pairs] each; sources of language models have 0."""
         targets = self.targets.lengths
         return np.zeros_like(targets) if self.sources is None else self.sources.lengths, targets
+
+    def chunks_of_lengths(self) -> Iterator[tuple[int, tuple[np.ndarray, np.ndarray]]]:
+        """Yields the number of a pair, and `lengths` from there on, of all pairs, in turn.
+
+        The lengths of all pairs of a large corpus do not belong in memory.
+        """
+        for first in range(0, len(self.targets), _CHUNK):
+            chunk = slice(first, first + _CHUNK + 1)
+            pairs = _each(lambda side: Sentences(side.tokens, side.offsets[chunk]), self)  # noqa: B023
+            yield first, pairs.lengths
 
     def take(self, indices: np.ndarray) -> "TokenPairs":
         """Copies the pairs with these indices, int [taken]."""
@@ -317,11 +330,6 @@ def _count_up(lengths: np.ndarray) -> np.ndarray:
     """Concatenates `arange(length)` for each length: [2, 3] gives [0, 1, 0, 1, 2]."""
     starts = np.cumsum(lengths) - lengths
     return np.arange(lengths.sum()) - np.repeat(starts, lengths)
-
-
-def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Concatenates ranges: starts [7, 1] and lengths [2, 3] give [7, 8, 1, 2, 3]."""
-    return np.repeat(starts, lengths) + _count_up(lengths)
 
 
 def _offsets(lengths: np.ndarray) -> np.ndarray:

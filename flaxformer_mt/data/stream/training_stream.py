@@ -81,6 +81,9 @@ class TrainingStream:
         config: ExperimentConfig,
         sampler: Tokenizer | None = None,
     ) -> None:
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "blocks")
+        # Machine code takes a second to load, here while the lengths of all pairs are read.
+        self._thread.submit(plan_rows, np.ones(1, np.int64), np.ones(1, np.int64), 1, 1)
         if not config.data.source_row_length:
             length = choose_source_row_length(corpora, config, sampler)
             data = dataclasses.replace(config.data, source_row_length=length)
@@ -88,13 +91,12 @@ class TrainingStream:
         self.config = config
         selected = [select_pairs(corpus, config.data) for corpus in corpora]
         self.corpora = tuple(corpus for corpus, _ in selected)
-        kept = [pairs for _, pairs in selected]
-        self.shapes = _shapes(self.corpora, kept, config)
-        self._arguments = (corpora, kept, self.shapes, config, sampler)
+        self.shapes = _shapes(self.corpora, config)
+        dropped = [pairs for _, pairs in selected]
+        self._arguments = (corpora, dropped, self.shapes, config, sampler)
         self._maker = BlockMaker(*self._arguments)
         self._mixture = self._maker.mixture
         self.pairs = self._mixture.size(0)
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, "blocks")
         self._workers: BlockWorkers | None = None
         self._readers = 0
         self._make_ahead(1)
@@ -252,9 +254,7 @@ class TrainingStream:
         return (epoch, number + 1) if number + 1 < self._mixture.blocks(epoch) else (epoch + 1, 0)
 
 
-def _shapes(
-    corpora: Sequence[EncodedCorpus], kept: Sequence[np.ndarray | None], config: ExperimentConfig
-) -> tuple[BatchShape, ...]:
+def _shapes(corpora: Sequence[EncodedCorpus], config: ExperimentConfig) -> tuple[BatchShape, ...]:
     """Returns the shapes of training batches: one if packed, otherwise one per nonempty bucket.
 
     The number of rows of each bucket is a multiple of that of the longest, so that all of them are
@@ -264,10 +264,13 @@ def _shapes(
         return (packed_shape(config),)
     lengths = np.array(config.data.bucket_lengths)
     used = set()
-    for corpus, pairs in zip(corpora, kept, strict=True):
-        longest = np.maximum(*corpus.lengths)[slice(None) if pairs is None else pairs]
-        longest = np.minimum(longest, lengths[-1])
-        used.update(lengths[np.unique(np.searchsorted(lengths, longest))].tolist())
+    for corpus in corpora:
+        for _, sides in corpus.chunks_of_lengths():
+            longest = np.maximum(*sides)
+            if config.data.long_sentences == "truncate":
+                longest = np.minimum(longest, lengths[-1])
+            kept = longest[longest <= lengths[-1]]
+            used.update(lengths[np.unique(np.searchsorted(lengths, kept))].tolist())
     return tuple(
         BatchShape(config.rows_per_batch * (int(lengths[-1]) // length), length, length)
         for length in sorted(used)
@@ -286,14 +289,19 @@ def choose_source_row_length(
     target_row_length = config.data.row_lengths[1]
     if config.data.batching == "buckets":
         return target_row_length
-    pairs: Sequence[np.ndarray | None] = [None] * len(corpora)
-    if config.data.long_sentences != "truncate":
-        fitting = [np.flatnonzero(corpus.lengths[1] <= target_row_length) for corpus in corpora]
-        if all(map(len, fitting)):  # Otherwise `select_pairs` raises an error.
-            pairs = fitting
-    longest = max(int(corpus.lengths[0].max()) for corpus in corpora)
+    longest, dropped = 0, []
+    for corpus in corpora:
+        too_long = []
+        for first, (sources, targets) in corpus.chunks_of_lengths():
+            longest = max(longest, int(sources.max()))
+            too_long.append(first + np.flatnonzero(targets > target_row_length))
+        dropped.append(np.concatenate(too_long))
+    # If nothing is left of a corpus, `select_pairs` raises an error.
+    is_empty = any(len(p) == len(c.targets) for p, c in zip(dropped, corpora, strict=True))
+    if config.data.long_sentences == "truncate" or is_empty:
+        dropped = [pairs[:0] for pairs in dropped]
     shape = BatchShape(1, longest, target_row_length)
-    maker = BlockMaker(corpora, pairs, [shape], config, sampler)
+    maker = BlockMaker(corpora, dropped, [shape], config, sampler)
     random = generator(config.train.seed, _SAMPLE_KEY)
     draws = maker.mixture.sample(_SAMPLE_PAIRS)
     lengths = np.stack(maker.read(np.sort(draws), random).lengths)

@@ -1,7 +1,6 @@
 """SentencePiece model files: loading, and random segmentation of text."""
 
 import functools
-import itertools
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -12,15 +11,13 @@ from sentencepiece import sentencepiece_model_pb2
 
 from flaxformer_mt.data.tokenizers.subword_sampling import (
     MOST_SPLITS,
+    SPACE,
     BpeDropout,
     UnigramSampling,
     WordSampler,
     as_lists,
 )
 from flaxformer_mt.errors import UserError
-
-SPACE = "\u2581"
-"""SentencePiece's symbol for a space, including the one that it prepends to a text."""
 
 WORD = re.compile(f"{SPACE}[^{SPACE}]*")
 """A word of normalized text."""
@@ -61,11 +58,7 @@ class TextSampler:
 
         Arguments as in `Tokenizer.sample`.
         """
-        # Without the space that each begins with.
-        words = [text.split(SPACE)[1:] for text in self._processor.normalize(list(texts))]
-        tokens, lengths = self._words.draw(list(itertools.chain(*words)), seed, amount)
-        ends = np.cumsum([0, *map(len, words)])
-        return tokens, np.diff(np.concatenate([[0], lengths.cumsum()])[ends])
+        return self._words.draw(self._processor.normalize(list(texts)), seed, amount)
 
     def sample(self, texts: Sequence[str], seed: int, amount: float) -> list[list[int]]:
         """Returns the model's piece ids for each text; arguments as in `Tokenizer.sample`."""

@@ -6,83 +6,219 @@ sufficient to segment words.
 """
 
 import abc
-import array
-import bisect
 import functools
-import heapq
-import random
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 
-from flaxformer_mt.data.machine_code import compiled
+from flaxformer_mt.data.machine_code import compiled, spans
+
+SPACE = "\u2581"
+"""SentencePiece's symbol for a space, including the one that it prepends to a text."""
 
 MOST_SPLITS = 64
 """Number of best segmentations from which a unigram model samples; others are far less likely."""
 
-_CACHED_SPLITS = 500_000
-# Bits of the priority of a merge, below its rank: more characters than a row has tokens.
-_NAME_BITS, _PLACE_BITS = 20, 23
-_Key = TypeVar("_Key")
+_CACHED = 2**21
+"""Number of segmentations that are remembered; most text has few distinct words."""
+
+_NONE = 2**62
+"""More than any rank of a merge."""
 
 
-class _Splits(Generic[_Key]):
-    """Segmentations by key, as a ragged array that grows: most text has few distinct words.
+class _Ragged:
+    """Sequences as a ragged array that grows.
 
     Attributes:
-      numbers: the number of the segmentation with each key.
-      merges: how many merges are possible in each, int64, with room for more.
+      values: those of all sequences, in a row, with room for more.
+      ends: sequence i has the values from `ends[i]` to `ends[i + 1]`, int64, with room for more.
+      count: number of sequences.
     """
 
-    def __init__(self) -> None:
-        self.numbers: dict[_Key, int] = {}
-        self._tokens = np.empty(1 << 12, np.int32)
-        self._ends = np.zeros(1 << 10, np.int64)
-        self.merges = np.empty(1 << 10, np.int64)
-        self._count = 0
+    def __init__(self, dtype: type) -> None:
+        self.values: np.ndarray = np.zeros(1, dtype)
+        self.ends, self.count = np.zeros(1, np.int64), 0
 
-    def __len__(self) -> int:
-        return self._count
+    def make_room(self, values: int, sequences: int) -> None:
+        """Prepares for so many more."""
+        self.values = _with_room(self.values, int(self.ends[self.count]) + values)
+        self.ends = _with_room(self.ends, self.count + sequences + 1)
 
-    def add(self, key: _Key | None, ids: Sequence[int], merges: int = 0) -> int:
-        """Adds a segmentation, with its number of possible merges, and returns its number."""
-        number, start = self._count, int(self._ends[self._count])
-        end = start + len(ids)
-        while end > len(self._tokens):
-            self._tokens = np.concatenate([self._tokens, self._tokens])
-        if number + 2 > len(self._ends):
-            self._ends = np.concatenate([self._ends, self._ends])
-            self.merges = np.concatenate([self.merges, self.merges])
-        self._tokens[start:end] = ids
-        self._ends[number + 1], self.merges[number] = end, merges
-        if key is not None:
-            self.numbers[key] = number
-        self._count += 1
-        return number
+    def extend(self, values: np.ndarray, lengths: np.ndarray) -> None:
+        """Adds sequences of these lengths."""
+        self.make_room(len(values), len(lengths))
+        start, first = int(self.ends[self.count]), self.count + 1
+        self.values[start : start + len(values)] = values
+        self.ends[first : first + len(lengths)] = start + np.cumsum(lengths)
+        self.count += len(lengths)
 
     def take(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the tokens of segmentations, in a row, and their lengths, int64 [N]."""
-        starts = self._ends[numbers]
-        lengths = self._ends[numbers + 1] - starts
-        firsts = np.cumsum(lengths) - lengths
-        places = np.arange(lengths.sum()) + np.repeat(starts - firsts, lengths)
-        return self._tokens[places], lengths
+        """Returns the values of sequences, in a row, and their lengths, int64 [N]."""
+        starts = self.ends[numbers]
+        lengths = self.ends[numbers + 1] - starts
+        return spans(self.values, starts, lengths), lengths
+
+
+def _with_room(values: np.ndarray, size: int) -> np.ndarray:
+    missing = size - len(values)
+    return values if missing <= 0 else np.append(values, np.empty(missing + size, values.dtype))
+
+
+class _Words:
+    """Numbers the distinct words of texts."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+        # For machine code: the UTF-8 words with their spaces, and a hash table of their numbers.
+        self._spelled = _Ragged(np.uint8)
+        self._slots = np.full(2, -1)
+
+    def number(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray, list[str]]:
+        """Divides texts into words; each begins with a space.
+
+        Returns:
+          The numbers of the words, int64, in a row; how many each text has, int64 [texts]; and the
+          words that are new, without spaces, by ascending number.
+        """
+        if compiled(_number_words) is None:
+            words = [text.split(SPACE)[1:] for text in texts]
+            known, numbers = len(self._numbers), self._numbers
+            each = [numbers.setdefault(word, len(numbers)) for word in itertools.chain(*words)]
+            new = [*itertools.islice(numbers, known, None)]
+            return np.array(each, np.int64), np.array([*map(len, words)], np.int64), new
+        encoded = [text.encode() for text in texts]
+        known = self._spelled.count
+        found, counts = self._number(b"".join(encoded), np.cumsum([0, *map(len, encoded)])[1:])
+        ends = self._spelled.ends[known : self._spelled.count + 1].tolist()
+        spelled = self._spelled.values[ends[0] : ends[-1]].tobytes()
+        new = [spelled[a - ends[0] : b - ends[0]].decode() for a, b in itertools.pairwise(ends)]
+        return found, counts, [word[1:] for word in new]
+
+    def _number(self, text: bytes, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        spelled, most = self._spelled, len(text) // len(SPACE.encode())
+        if 2 * (spelled.count + most) > len(self._slots):
+            # The known words are a text whose words have the same numbers in a larger table.
+            known = spelled.values[: spelled.ends[spelled.count]].tobytes()
+            self._slots = np.full(1 << (4 * (spelled.count + most)).bit_length(), -1)
+            self._insert(known, np.array([len(known)]), 0, spelled.count)
+        spelled.make_room(len(text), most)
+        return self._insert(text, ends, spelled.count, most)
+
+    def _insert(
+        self, text: bytes, ends: np.ndarray, known: int, most: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Numbers at most so many words, of which those below `known` are in the table."""
+        numbers, counts = np.empty(most, np.int64), np.zeros(len(ends), np.int64)
+        number_words: Any = compiled(_number_words)
+        table = self._slots, self._spelled.values, self._spelled.ends
+        values = np.frombuffer(text, np.uint8)
+        self._spelled.count = number_words(values, ends, *table, known, numbers, counts)
+        return numbers[: counts.sum()], counts
+
+
+def _number_words(
+    text: Any,
+    ends: Any,
+    slots: Any,
+    spelled: Any,
+    bounds: Any,
+    count: int,
+    numbers: Any,
+    counts: Any,
+) -> int:
+    """Numbers words, see `_Words`. Written for numba.
+
+    Args:
+      text: of all texts, in UTF-8.
+      ends: of each text.
+      slots: hash table of the numbers of known words, or -1; at least half of it remains empty.
+      spelled: receives new words after those that are known.
+      bounds: of known words in `spelled`, with room for more.
+      count: how many are known.
+      numbers: receives the number of each word.
+      counts: receives the number of words in each text.
+
+    Returns:
+      How many words are known now.
+    """
+    found, position = 0, 0
+    for index in range(len(ends)):
+        start, hashed, end = -1, 0, ends[index]
+        while position <= end:
+            is_space = (
+                position + 2 < end
+                and text[position] == 0xE2
+                and text[position + 1] == 0x96
+                and text[position + 2] == 0x81
+            )
+            if start >= 0 and (is_space or position == end):
+                slot = (hashed ^ hashed >> 29) & len(slots) - 1
+                while slots[slot] >= 0:
+                    first, same = bounds[slots[slot]], start
+                    if bounds[slots[slot] + 1] - first == position - start:
+                        while same < position and spelled[first + same - start] == text[same]:
+                            same += 1
+                        if same == position:
+                            break
+                    slot = slot + 1 & len(slots) - 1
+                if slots[slot] < 0:
+                    slots[slot] = count
+                    first, count = bounds[count], count + 1
+                    bounds[count] = first + position - start
+                    for place in range(start, position):
+                        spelled[first + place - start] = text[place]
+                numbers[found] = slots[slot]
+                counts[index] += 1
+                found += 1
+            if position == end:
+                break
+            if is_space:
+                start, hashed = position, 0
+                position += 3
+            else:
+                hashed = (hashed ^ text[position]) * 1_099_511_628_211  # FNV-1a.
+                position += 1
+    return count
 
 
 class WordSampler(abc.ABC):
-    """Draws segmentations of words at random."""
+    """Draws segmentations of the words of texts at random."""
 
-    @abc.abstractmethod
-    def draw(self, words: Sequence[str], seed: int, amount: float) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the token ids of all words, int32, in a row, and how many each has, int64 [N].
+    def __init__(self) -> None:
+        self._words = _Words()
+        self._splits = _Ragged(np.int32)
 
-        `amount` is that of `Tokenizer.sample`.
+    def draw(self, texts: Sequence[str], seed: int, amount: float) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the token ids of all texts, int32, in a row, and how many each has, int64 [N].
+
+        Each word of a text begins with a space. `amount` is that of `Tokenizer.sample`.
         """
+        if self._splits.count > _CACHED:
+            self._forget()
+        numbers, counts, new = self._words.number(texts)
+        if new:
+            self._learn(new, amount)
+        tokens, lengths = self._draw(numbers, seed, amount)
+        ends = np.concatenate([[0], lengths.cumsum()])[np.cumsum([0, *counts])]
+        return tokens, np.diff(ends)
 
     def sample(self, words: Sequence[str], seed: int, amount: float) -> list[list[int]]:
         """Returns the token ids of each word."""
-        return as_lists(*self.draw(words, seed, amount))
+        return as_lists(*self.draw([SPACE + word for word in words], seed, amount))
+
+    def _forget(self) -> None:
+        """Forgets all words."""
+        self._words, self._splits = _Words(), _Ragged(np.int32)
+
+    @abc.abstractmethod
+    def _learn(self, words: Sequence[str], amount: float) -> None:
+        """Prepares for words that have the next numbers."""
+
+    @abc.abstractmethod
+    def _draw(self, numbers: np.ndarray, seed: int, amount: float) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the token ids of all words, in a row, and how many each has, int64 [N]."""
 
 
 def as_lists(tokens: np.ndarray, lengths: np.ndarray) -> list[list[int]]:
@@ -90,6 +226,13 @@ def as_lists(tokens: np.ndarray, lengths: np.ndarray) -> list[list[int]]:
     ends = lengths.cumsum().tolist()
     values = tokens.tolist()
     return [values[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _in_a_row(sequences: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Inverts `as_lists`."""
+    lengths = np.array([*map(len, sequences)], np.int64)
+    values = itertools.chain.from_iterable(sequences)
+    return np.fromiter(values, np.int32, lengths.sum()), lengths
 
 
 class BpeDropout(WordSampler):
@@ -105,7 +248,7 @@ class BpeDropout(WordSampler):
       ids: token ids of all pieces.
       encode: encodes words that contain a character that is not a piece; they are not sampled.
       whole: parts of words that are not sampled either.
-      prefix: text before every word, which is left out of words that are given.
+      prefix: text before every word in place of its space.
     """
 
     def __init__(
@@ -116,199 +259,163 @@ class BpeDropout(WordSampler):
         whole: Sequence[str] = (),
         prefix: str = "",
     ) -> None:
+        super().__init__()
         self._ranks = ranks
         self._ids = ids
         self._encode = encode
         self._whole = tuple(whole)
         self._prefix = prefix
-        fits = len(ranks) < 1 << _NAME_BITS
-        self._resplit: Any = compiled(_resplit) if fits else None
-        self._splits: _Splits[str | tuple[str, tuple[int, ...]]] = _Splits()
 
-    def draw(self, words: Sequence[str], seed: int, amount: float) -> tuple[np.ndarray, np.ndarray]:
-        """See `WordSampler`."""
+    def _learn(self, words: Sequence[str], amount: float) -> None:
+        # Splits 2i and 2i + 1 of word i are the best one and the characters.
+        texts = [self._prefix + word for word in words]
+        are_sampled = [
+            self._ids.keys() >= set(text) and not any(piece in text for piece in self._whole)
+            for text in texts
+        ]
+        characters = [
+            [self._ids[each] for each in text] if is_sampled else self._encode(word)
+            for word, text, is_sampled in zip(words, texts, are_sampled, strict=True)
+        ]
+        none = np.full(len(words), _NONE), np.zeros(0, bool)
+        *best, _ = self._split(*_in_a_row(characters), np.array(are_sampled), *none)
+        splits = zip(as_lists(*best), characters, strict=True)
+        self._splits.extend(*_in_a_row([*itertools.chain(*splits)]))
+
+    def _draw(self, numbers: np.ndarray, seed: int, amount: float) -> tuple[np.ndarray, np.ndarray]:
         # One random number per word gives its first dropped merge; most words have none.
-        first_dropped = np.random.default_rng(seed).geometric(amount, size=len(words))
-        if len(self._splits) > _CACHED_SPLITS:
-            self._splits = _Splits()
-        numbers = self._best(words)
-        possible = self._splits.merges[numbers]
-        dropping = np.flatnonzero(first_dropped <= possible)
-        if self._resplit is not None:
-            numbers[dropping] += 1
-            characters, lengths = self._splits.take(numbers)
-            first_dropped, ends = first_dropped[dropping], lengths.cumsum()
-            draws, used = int(possible[dropping].sum()), -1
-            while used < 0:
-                draws = 2 * draws + 1
-                # The numbers of `random.Random`.
-                chances = np.random.RandomState([seed]).random_sample(draws) < amount
-                pieces, counts = characters.copy(), lengths.copy()
-                words_in = dropping, first_dropped, ends[dropping]
-                used = self._resplit(pieces, counts, words_in, chances, self._merges)
-            places = np.arange(len(pieces)) - np.repeat(ends - lengths, lengths)
-            return pieces[places < np.repeat(counts, lengths)], counts
-        draw = random.Random(seed).random
-        for index in dropping.tolist():
-            word, merge, merges = words[index], int(first_dropped[index]), int(possible[index])
-            dropped: tuple[int, ...] = ()
-            while merge <= merges:
-                dropped = (*dropped, merge)
-                number = self._splits.numbers.get((word, dropped))
-                if number is None:
-                    split = self._split_without(word, dropped)
-                    number = self._splits.add((word, dropped), *split)
-                merges = int(self._splits.merges[number])
-                merge += 1
-                while merge <= merges and draw() >= amount:
-                    merge += 1
-            numbers[index] = number
-        return self._splits.take(numbers)
+        first_dropped = np.random.default_rng(seed).geometric(amount, size=len(numbers))
+        best, characters, end = (self._splits.ends[2 * numbers + i] for i in range(3))
+        # Each merge leaves one piece less.
+        further_merges = end - characters - (characters - best) - first_dropped
+        is_split = further_merges >= 0
+        words = *self._splits.take(2 * numbers + is_split), is_split, first_dropped
+        draws, used = int(further_merges[is_split].sum()), -1
+        while used < 0:
+            draws = 2 * draws + 1
+            # The numbers of `random.Random`.
+            chances = np.random.RandomState([seed]).random_sample(draws) < amount
+            tokens, lengths, used = self._split(*words, chances)
+        return tokens, lengths
 
-    def _best(self, words: Sequence[str]) -> np.ndarray:
-        """Returns the numbers of the segmentations without dropped merges, int64 [N]."""
-        numbers = self._splits.numbers
-        try:
-            return np.fromiter(map(numbers.__getitem__, words), np.int64, len(words))
-        except KeyError:
-            for word in dict.fromkeys(word for word in words if word not in numbers):
-                number = self._splits.add(word, *self._split_best(word))
-                # The characters have the next number.
-                text = self._prefix + word if self._splits.merges[number] else ""
-                self._splits.add(None, [self._ids[each] for each in text])
-            return self._best(words)
+    def _split(
+        self, tokens: np.ndarray, lengths: np.ndarray, *others: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, int]:
+        """Returns the pieces of words, how many each has, and what `_split_words` returns."""
+        agenda = np.zeros((2, lengths.max(initial=0) + 1), np.int64)
+        arguments: list[Any] = [tokens.copy(), lengths.copy(), *others, *agenda, *self._merges]
+        split_words = compiled(_split_words)
+        if split_words is None:
+            # Elements of lists are faster to access in Python.
+            arguments = [each.tolist() for each in arguments]
+            split_words = _split_words
+        used = split_words(*arguments)
+        lengths = np.array(arguments[1], np.int64)
+        return np.array(arguments[0][: lengths.sum()], np.int32), lengths, used
 
     @functools.cached_property
     def _merges(self) -> tuple[np.ndarray, ...]:
         """The merges of two pieces: four arrays.
 
-        The merges of a left piece begin at its place in the first array; the second one has the
-        right pieces, in ascending order, and the third one the priorities: lower ones come first,
-        and of equal ones, that of the first place. Their lower bits are an index of the last array,
-        the ids of merged pieces.
+        The merges of a left piece begin at its place in the first array; the others have the right
+        pieces, in ascending order, the ranks, from 0 on, and the merged pieces.
         """
         names = sorted(self._ranks)
         _, ranks = np.unique([self._ranks[name] for name in names], return_inverse=True)
         merges = [
-            (
-                self._ids[name[:end]],
-                self._ids[name[end:]],
-                int(rank) << _PLACE_BITS + _NAME_BITS | number,
-            )
-            for number, (name, rank) in enumerate(zip(names, ranks, strict=True))
+            (self._ids[name[:end]], self._ids[name[end:]], rank, self._ids[name])
+            for name, rank in zip(names, ranks.tolist(), strict=True)
             for end in range(1, len(name))
             if name[:end] in self._ids and name[end:] in self._ids
         ]
-        lefts, rights, priorities = np.array(sorted(merges), np.int64).reshape(-1, 3).T.copy()
-        firsts = np.searchsorted(lefts, np.arange(max(self._ids.values()) + 2))
-        return firsts, rights, priorities, np.array([self._ids[name] for name in names], np.int32)
-
-    def _split_best(self, word: str) -> tuple[list[int], int]:
-        """Returns the ids of a word without dropped merges, and the number of merges."""
-        text = self._prefix + word
-        is_whole = any(piece in text for piece in self._whole)
-        if is_whole or not self._ids.keys() >= set(text):
-            return self._encode(word), 0
-        return self._split_without(word, ())
-
-    def _split_without(self, word: str, dropped: tuple[int, ...]) -> tuple[list[int], int]:
-        """Returns the ids and the number of possible merges, without those of some numbers."""
-        pieces = list(self._prefix + word)
-        # Neighbors of the piece that starts at a character; merged pieces are set to "".
-        left = list(range(-1, len(pieces) - 1))
-        right = [*range(1, len(pieces)), -1]
-        agenda: list[tuple[float, int, str]] = []
-
-        def propose(start: int) -> None:
-            if start >= 0 and right[start] >= 0:
-                merged = pieces[start] + pieces[right[start]]
-                if merged in self._ranks:
-                    heapq.heappush(agenda, (self._ranks[merged], start, merged))
-
-        for start in range(len(pieces)):
-            propose(start)
-        possible = 0
-        while agenda:
-            _, start, merged = heapq.heappop(agenda)
-            end = right[start]
-            if not pieces[start] or end < 0 or pieces[start] + pieces[end] != merged:
-                continue  # One of the two has since been merged with another piece.
-            possible += 1
-            if possible in dropped:
-                continue
-            pieces[start], pieces[end] = merged, ""
-            right[start] = right[end]
-            if right[end] >= 0:
-                left[right[end]] = start
-            propose(left[start])
-            propose(start)
-        return [self._ids[piece] for piece in pieces if piece], possible
+        lefts, *others = np.array(sorted(merges), np.int64).reshape(-1, 4).T.copy()
+        return np.searchsorted(lefts, np.arange(max(self._ids.values()) + 2)), *others
 
 
-def _resplit(pieces: Any, counts: Any, dropping: Any, chances: Any, merges: Any) -> int:
-    """Merges the characters of words, with dropped merges. Written for numba.
+def _split_words(
+    tokens: Any,
+    lengths: Any,
+    is_split: Any,
+    first_dropped: Any,
+    chances: Any,
+    ranks: Any,
+    merged: Any,
+    firsts: Any,
+    rights: Any,
+    all_ranks: Any,
+    all_merged: Any,
+) -> int:
+    """Merges the characters of words, with dropped merges.
+
+    Written for lists and arrays alike: as it is, and compiled by numba.
 
     Args:
-      pieces: ids of the characters, int32; those of the segmentations take their places.
-      counts: numbers of the pieces of all words; those of some words are changed.
-      dropping: which words, the first dropped merge of each, and the end of its characters.
+      tokens: of all words, in a row; those of the segmentations take their places.
+      lengths: the number of tokens of each word; is changed.
+      is_split: whether the tokens of a word are characters.
+      first_dropped: the first merge of each word that is dropped.
       chances: whether further merges are dropped, in turn, bool.
-      merges: from `BpeDropout._merges`.
+      ranks: for the merges of a word, whose longest has one element less than this.
+      merged: the same, for their pieces.
+      firsts: see `BpeDropout._merges`, as for the others.
+      rights: see there.
+      all_ranks: see there.
+      all_merged: see there.
 
     Returns:
       How many chances were used, or -1 if more are needed.
     """
-    firsts, rights, priorities, ids = merges
 
-    def key(left: int, right: int, place: int) -> int:
-        """Returns the priority of a merge at a place, or -1 if there is none."""
-        first, last = firsts[left], firsts[left + 1]
-        found = first + np.searchsorted(rights[first:last], right)
-        if found == last or rights[found] != right:
-            return -1
-        return priorities[found] | place << _NAME_BITS
+    def propose(left: int, right: int, place: int, ranks: Any, merged: Any) -> None:
+        """Notes the merge of two pieces at a place of a word, if there is one."""
+        low, high = firsts[left], firsts[left + 1]
+        while low < high:
+            middle = (low + high) // 2
+            if rights[middle] < right:
+                low = middle + 1
+            else:
+                high = middle
+        is_found = low < firsts[left + 1] and rights[low] == right
+        ranks[place] = all_ranks[low] if is_found else _NONE
+        merged[place] = all_merged[low] if is_found else 0
 
-    before, after = np.empty(len(pieces), np.int64), np.empty(len(pieces), np.int64)
-    agenda = [0]
-    used = 0
-    for word, first, stop in zip(*dropping):  # noqa: B905
-        own = pieces[stop - counts[word] : stop]
-        count = len(own)
-        agenda.clear()
+    used, start, end = 0, 0, 0
+    for word in range(len(lengths)):
+        count = lengths[word]
         for place in range(count):
-            before[place], after[place] = place - 1, place + 1
-            if place + 1 < count:
-                heapq.heappush(agenda, key(own[place], own[place + 1], place))
+            tokens[start + place] = tokens[end + place]
+        end += count
         possible = 0
-        while agenda:
-            merge = heapq.heappop(agenda)
-            if merge < 0:
-                continue
-            place = merge >> _NAME_BITS & (1 << _PLACE_BITS) - 1
-            end = after[place]
-            if own[place] < 0 or end == count or key(own[place], own[end], place) != merge:
-                continue  # One of the two has since been merged with another piece.
+        if is_split[word]:
+            for place in range(count - 1):
+                propose(tokens[start + place], tokens[start + place + 1], place, ranks, merged)
+        while is_split[word] and count > 1:
+            # Words are short: a search among all merges takes less time than a heap.
+            best = 0
+            for place in range(1, count - 1):
+                if ranks[place] < ranks[best]:
+                    best = place
+            if ranks[best] == _NONE:
+                break
             possible += 1
-            if possible == first:
-                continue
-            if possible > first:
+            is_dropped = possible == first_dropped[word]
+            if possible > first_dropped[word]:
                 if used == len(chances):
                     return -1
+                is_dropped = chances[used]
                 used += 1
-                if chances[used - 1]:
-                    continue
-            own[place], own[end] = ids[merge & (1 << _NAME_BITS) - 1], -1
-            after[place] = after[end]
-            if after[place] < count:
-                before[after[place]] = place
-                heapq.heappush(agenda, key(own[place], own[after[place]], place))
-            if before[place] >= 0:
-                heapq.heappush(agenda, key(own[before[place]], own[place], before[place]))
-        counts[word] = 0
-        for piece in own:
-            if piece >= 0:
-                own[counts[word]] = piece
-                counts[word] += 1
+            if is_dropped:
+                ranks[best] = _NONE
+                continue
+            count -= 1
+            tokens[start + best] = merged[best]
+            for place in range(best + 1, count):
+                tokens[start + place] = tokens[start + place + 1]
+                ranks[place], merged[place] = ranks[place + 1], merged[place + 1]
+            for place in range(max(best - 1, 0), min(best + 1, count - 1)):
+                propose(tokens[start + place], tokens[start + place + 1], place, ranks, merged)
+        lengths[word] = count
+        start += count
     return used
 
 
@@ -325,28 +432,62 @@ class UnigramSampling(WordSampler):
         self, best_splits: Callable[[str], list[list[int]]], log_probabilities: Sequence[float]
     ) -> None:
         self._best_splits = best_splits
-        self._log_probabilities = log_probabilities
-        self._splits: _Splits[str] = _Splits()
-        self._choices: dict[str, tuple[int, array.array[float]]] = {}
+        self._log_probabilities = np.array(log_probabilities)
         self._amount = 0.0
+        super().__init__()
 
-    def draw(self, words: Sequence[str], seed: int, amount: float) -> tuple[np.ndarray, np.ndarray]:
+    def _forget(self) -> None:
+        super()._forget()
+        self._weights = _Ragged(np.float64)  # Of the splits of each word, summed.
+
+    def draw(self, texts: Sequence[str], seed: int, amount: float) -> tuple[np.ndarray, np.ndarray]:
         """See `WordSampler`."""
-        if amount != self._amount or len(self._splits) > 4 * _CACHED_SPLITS:
-            self._splits, self._choices, self._amount = _Splits(), {}, amount
-        for word in set(words).difference(self._choices):
-            self._choices[word] = self._choices_of(word)
-        numbers = []
-        random_numbers = np.random.default_rng(seed).random(len(words)).tolist()
-        for word, number in zip(words, random_numbers, strict=True):
-            first, weights = self._choices[word]
-            numbers.append(first + bisect.bisect_right(weights, number * weights[-1]))
-        return self._splits.take(np.array(numbers, np.int64))
+        if amount != self._amount:
+            self._forget()
+            self._amount = amount
+        return super().draw(texts, seed, amount)
 
-    def _choices_of(self, word: str) -> tuple[int, "array.array[float]"]:
-        """Returns the number of the best segmentation, which others follow, and summed weights."""
-        splits = self._best_splits(word)
-        numbers = [self._splits.add(None, ids) for ids in splits]
-        scores = np.array([sum(self._log_probabilities[id] for id in ids) for ids in splits])
-        weights = np.exp(self._amount * (scores - scores[0])).cumsum()
-        return numbers[0], array.array("d", weights)
+    def _learn(self, words: Sequence[str], amount: float) -> None:
+        of_words = [self._best_splits(word) for word in words]
+        counts = np.array([*map(len, of_words)], np.int64)
+        tokens, lengths = _in_a_row([*itertools.chain.from_iterable(of_words)])
+        self._splits.extend(tokens, lengths)
+        # Adds in turn, as `np.add.reduceat` does not.
+        scores = np.bincount(
+            np.repeat(np.arange(len(lengths)), lengths),
+            self._log_probabilities[tokens],
+            minlength=len(lengths),
+        )
+        firsts = np.cumsum(counts) - counts
+        weights = np.exp(amount * (scores - np.repeat(scores[firsts], counts)))
+        summed = [each.cumsum() for each in np.split(weights, firsts[1:])]
+        self._weights.extend(np.concatenate(summed), counts)
+
+    def _draw(self, numbers: np.ndarray, seed: int, amount: float) -> tuple[np.ndarray, np.ndarray]:
+        chosen = np.random.default_rng(seed).random(len(numbers))
+        choose: Any = compiled(_choose) or _choose
+        splits = np.empty(len(numbers), np.int64)
+        choose(numbers, chosen, self._weights.values, self._weights.ends, splits)
+        return self._splits.take(splits)
+
+
+def _choose(numbers: Any, chosen: Any, weights: Any, ends: Any, splits: Any) -> None:
+    """Finds the splits of words whose random numbers were chosen. Written for numba.
+
+    Arguments:
+      numbers: of the words.
+      chosen: a number from 0 to 1 for each.
+      weights: those of the splits of each word, summed.
+      ends: the ends of these, by the number of the word.
+      splits: receives the numbers of the splits.
+    """
+    for index in range(len(numbers)):
+        low, high = ends[numbers[index]], ends[numbers[index] + 1]
+        wanted = chosen[index] * weights[high - 1]
+        while low < high:
+            middle = (low + high) // 2
+            if weights[middle] <= wanted:
+                low = middle + 1
+            else:
+                high = middle
+        splits[index] = low
