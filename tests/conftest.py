@@ -52,11 +52,15 @@ if os.environ.setdefault(
 # time.
 gc.set_threshold(50_000, 20, 100)
 
+import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+# The first call of a function may compile it, on a machine that may be busy.
+hypothesis.settings.register_profile("without_deadline", deadline=None)
+hypothesis.settings.load_profile("without_deadline")
 # Before these packages are imported: users do not pay for the checks.
 jaxtyping.install_import_hook(
     ["flaxformer_mt.model", "flaxformer_mt.objectives", "flaxformer_mt.decoding.search"],

@@ -11,7 +11,7 @@ from flaxformer_mt.data.stream.mixture import Mixture, generator, permuted
 
 
 @hypothesis.given(size=st.integers(1, 70_000), seed=st.integers(0, 3))
-@hypothesis.settings(max_examples=50, deadline=None)
+@hypothesis.settings(max_examples=50)
 def test_a_permutation_has_every_number_once(size, seed):
     found = permuted(np.arange(size), size, generator(seed))
     np.testing.assert_array_equal(np.sort(found), np.arange(size))
@@ -49,7 +49,7 @@ def order_of(mixed, epoch=0):
     chunked=st.integers(1, 400),
     seed=st.integers(0, 3),
 )
-@hypothesis.settings(max_examples=25, deadline=None)
+@hypothesis.settings(max_examples=25)
 def test_an_epoch_has_every_pair_once(sizes, chunked, seed):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mixture, "BLOCK_PAIRS", 5)

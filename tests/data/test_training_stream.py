@@ -104,7 +104,7 @@ def test_every_pair_occurs_once_per_epoch(count, batching):
     assert read_epochs(TrainingStream([corpus], setting), 3) == [once] * 3
 
 
-@hypothesis.settings(max_examples=20, deadline=None)
+@hypothesis.settings(max_examples=20)
 @hypothesis.given(
     lengths=st.lists(st.tuples(st.integers(1, 12), st.integers(1, 10)), min_size=1, max_size=80),
     rows=st.integers(1, 8),

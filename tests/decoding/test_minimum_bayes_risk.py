@@ -21,14 +21,14 @@ def slow_choice(samples, n_best):
     return [samples.index(text) for text in best]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(texts)
 def test_chrf_is_that_of_sacrebleu(samples):
     expected = [[CHRF().sentence_score(hyp, [ref]).score for ref in samples] for hyp in samples]
     np.testing.assert_allclose(chrf_matrix(samples), expected, atol=1e-9)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(texts, st.integers(1, 4))
 def test_choices_match_a_slow_implementation(samples, n_best):
     assert choose(samples, n_best) == slow_choice(samples, n_best)

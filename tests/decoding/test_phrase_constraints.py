@@ -160,7 +160,7 @@ def assert_row_is(result, row, expected):
     assert (result.scores[row, len(scores) :] == np.float32(IMPOSSIBLE)).all()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seeds, three_constraints(SHORT))
 def test_a_wide_beam_finds_the_best_with_all_phrases(seed, per_row):
     world, options = random_world(seed), options_of(ALL)
@@ -170,7 +170,7 @@ def test_a_wide_beam_finds_the_best_with_all_phrases(seed, per_row):
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seeds, three_constraints(P), st.sampled_from([(1, False), (2, True), (4, False)]))
 def test_a_narrow_beam_finds_what_a_slow_one_finds(seed, per_row, kind):
     beam_size, force_end = kind
@@ -181,7 +181,7 @@ def test_a_narrow_beam_finds_what_a_slow_one_finds(seed, per_row, kind):
 
 
 @pytest.mark.slow
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(seeds, three_constraints(P), st.sampled_from([1, 4]))
 def test_a_row_without_phrases_is_not_affected_by_others(seed, per_row, beam_size):
     world, options = random_world(seed), options_of(beam_size)

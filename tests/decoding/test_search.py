@@ -135,7 +135,7 @@ def assert_row_is(result, row, expected):
 
 @pytest.mark.slow_except("all")
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seeds, ends, numbers, three_constraints)
 def test_search_matches_the_slow_search(arrangement, seed, end, numbers, per_row):
     world, options = random_world(seed, end), with_numbers(ARRANGEMENTS[arrangement], numbers)
@@ -185,7 +185,7 @@ def enumerate_hypotheses(world, row, constraints, options):
     return sorted(complete, reverse=True)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(seeds, ends, numbers, three_constraints)
 def test_a_wide_beam_finds_what_enumeration_finds(seed, end, numbers, per_row):
     world, options = random_world(seed, end), with_numbers(WIDEST, numbers)

@@ -155,7 +155,7 @@ def test_a_converted_folder_translates_text(tmp_path, folder, kind, joint, capsy
     text=st.text(st.sampled_from("dogthe @ \u2581\u00a0\t<unk>/s\u732b"), max_size=30),
     tokens=st.lists(st.integers(3, 15), max_size=12),
 )
-@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.settings(max_examples=60)
 def test_tokens_and_texts_are_those_of_fairseq(kind, text, tokens):
     lines = lines_of(kind)
     names = read_fairseq("\n".join(lines), "dict.txt")

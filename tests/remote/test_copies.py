@@ -44,7 +44,6 @@ EDITS = st.lists(st.tuples(FILES, st.none() | st.text("ab", max_size=3)), max_si
 
 @settings(
     max_examples=15,
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(st.lists(EDITS, min_size=1, max_size=3))
