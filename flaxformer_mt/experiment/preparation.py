@@ -21,9 +21,9 @@ from flaxformer_mt.experiment.checks import require_effects, require_shared_voca
 from flaxformer_mt.experiment.folder import require_shared
 from flaxformer_mt.experiment.parts import Experiment
 from flaxformer_mt.remote.copies import local
-from flaxformer_mt.runs import atomic
 from flaxformer_mt.runs import folder as run_folder
 from flaxformer_mt.runs.layout import CACHE
+from flaxformer_mt.runs.manifest import made_once
 from flaxformer_mt.training.objective import UserObjective, require_objective
 from flaxformer_mt.training.warm_start import require_parameters, require_vocabulary, tokenizer_path
 
@@ -181,7 +181,7 @@ def _learned(
         },
         "has_inputs": has_inputs,
     }
-    return atomic.made_once(
+    return made_once(
         cache / "vocabulary",
         origin=json.dumps(key, sort_keys=True),
         activity="learning a vocabulary",

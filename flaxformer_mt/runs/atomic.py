@@ -13,7 +13,6 @@ import contextlib
 import ctypes
 import errno
 import fcntl
-import logging
 import os
 import re
 import shutil
@@ -21,7 +20,6 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
 
 from flaxformer_mt.errors import UserError, first_line
 from flaxformer_mt.remote.stores import require_local
@@ -42,10 +40,6 @@ _NO_LOCKS = {
     errno.EOPNOTSUPP, errno.EPERM,
 }  # fmt: skip
 _HERE, _RENAME_EXCHANGE = -100, 2  # AT_FDCWD and the flag of renameat2(2).
-_ORIGIN = "origin.json"
-_Content = TypeVar("_Content")
-
-_log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -92,41 +86,6 @@ def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
             # It may have been created in the meantime.
             require_absent(path)
             rename(partial, path)
-
-
-def made_once(
-    folder: Path,
-    origin: str,
-    activity: str,
-    make: Callable[[Path], None],
-    load: Callable[[Path], _Content],
-) -> _Content:
-    """Makes a folder unless there is one of this origin, and loads it.
-
-    Several processes can do so at the same time: one makes it, and the others wait.
-
-    Args:
-      folder: the folder; one of another origin is replaced.
-      origin: identifies all that it depends on.
-      activity: for the message of those that wait: "learning a vocabulary".
-      make: writes its files to another folder, which takes its place.
-      load: reads its files; a process that makes a folder of another origin waits for the end.
-
-    Raises:
-      UserError: the folder cannot be written, or `make` raises it.
-    """
-
-    def announce(owner: str) -> None:
-        _log.warning("waiting for %s, which is %s in %s", owner, activity, folder.parent)
-
-    make_folder(folder.parent)
-    with locked(folder.with_name(f"{folder.name}.lock"), announce):
-        file = folder / _ORIGIN
-        if not file.is_file() or file.read_text(encoding="utf-8") != origin:
-            with new_folder(folder, replace=True) as partial:
-                make(partial)
-                (partial / _ORIGIN).write_text(origin, encoding="utf-8")
-        return load(folder)
 
 
 def make_folder(folder: Path) -> None:

@@ -8,16 +8,22 @@ import concurrent.futures
 import errno
 import hashlib
 import json
+import logging
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from flaxformer_mt import input_files
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs import atomic
 from flaxformer_mt.runs.layout import MANIFEST
+
+_ORIGIN = "origin.json"
+_Content = TypeVar("_Content")
+
+_log = logging.getLogger(__name__)
 
 
 class Entry(NamedTuple):
@@ -96,6 +102,45 @@ def damage(
     with concurrent.futures.ThreadPoolExecutor() as pool:
         causes = pool.map(lambda name: difference(folder / name, entries[name], name), entries)
         return next(filter(None, causes), None)
+
+
+def made_once(
+    folder: Path,
+    origin: str,
+    activity: str,
+    make: Callable[[Path], None],
+    load: Callable[[Path], _Content],
+) -> _Content:
+    """Makes a folder unless there is one of this origin that is not damaged, and loads it.
+
+    Several processes can do so at the same time: one makes it, and the others wait.
+
+    Args:
+      folder: the folder; one of another origin is replaced.
+      origin: identifies all that it depends on.
+      activity: for the message of those that wait: "learning a vocabulary".
+      make: writes its files to another folder, which takes its place.
+      load: reads its files; a process that makes a folder of another origin waits for the end.
+
+    Raises:
+      UserError: the folder cannot be written, or `make` raises it.
+    """
+
+    def announce(owner: str) -> None:
+        _log.warning("waiting for %s, which is %s in %s", owner, activity, folder.parent)
+
+    atomic.make_folder(folder.parent)
+    with atomic.locked(folder.with_name(f"{folder.name}.lock"), announce):
+        damaged = damage(folder, "folder") if folder.exists() else None
+        if damaged:
+            _log.warning("%s: %s: it is made again", folder, damaged)
+        file = folder / _ORIGIN
+        if damaged or not file.is_file() or file.read_text(encoding="utf-8") != origin:
+            with atomic.new_folder(folder, replace=True) as partial:
+                make(partial)
+                (partial / _ORIGIN).write_text(origin, encoding="utf-8")
+                write_manifest(partial)
+        return load(folder)
 
 
 _PASSING = {errno.EACCES, errno.EPERM, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM}

@@ -322,7 +322,7 @@ def test_comparable_text():
     assert all_comparable([]) == []
 
 
-def test_the_division_is_kept_for_other_processes_and_later_starts(tmp_path, monkeypatch):
+def test_the_division_is_kept_for_other_processes_and_later_starts(tmp_path, monkeypatch, caplog):
     rows = [f"{source}\t{target}" for source, target in numbered(200)]
     rows[7] = "no tab"
     (tmp_path / "own.tsv").write_text("\n".join(rows))
@@ -342,6 +342,13 @@ def test_the_division_is_kept_for_other_processes_and_later_starts(tmp_path, mon
     with monkeypatch.context() as patch:
         patch.setattr(hold_out.Division, "_divide", None)  # It is not made again.
         assert parts() == made
+    # A damaged one is made again.
+    places = tmp_path / "cache" / "division" / "0.npy"
+    content = bytearray(places.read_bytes())
+    content[-1] ^= 1
+    places.write_bytes(content)
+    assert parts() == made
+    assert "division: 0.npy differs from its manifest" in caplog.text
     # It is of this text.
     (tmp_path / "own.tsv").write_text("\n".join(rows[:150]))
     assert parts()[2]["lines"] == 149

@@ -27,7 +27,7 @@ from flaxformer_mt.data.corpora.corpus import Corpus, Role, SentencePair, Stream
 from flaxformer_mt.data.corpora.filters import PairFilter, options_in_use
 from flaxformer_mt.data.corpora.rows import Reading, Row, placed
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.runs import atomic
+from flaxformer_mt.runs.manifest import made_once
 
 _TRAIN, _LEFT_OUT, _MALFORMED = 0, -1, -2
 """Places of a row, besides those of the roles, which are counted from 1."""
@@ -112,7 +112,7 @@ class Division:
         """The place of each row, and the pairs that are held out."""
         if self.cache_folder is None or self.config.hold_out_rule == "source":
             return self._divide()
-        return atomic.made_once(
+        return made_once(
             self.cache_folder / "division",
             origin=self._digest.hex(),
             activity="choosing the pairs to hold out",
