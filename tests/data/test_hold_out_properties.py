@@ -282,9 +282,11 @@ def check_reports(dataset, damaged, corpora):
                 place, _, text = dropped.example.partition(": ")
                 row = rows[int(place.rpartition(" ")[2]) - 1 - before]
                 tag = f"{corpus.tag} " if corpus.tag else ""
-                shown = [" ".join(side.split()) for side in text.split(" | ")]
-                assert [" ".join(side.removeprefix(tag).split())[:20] for side in row] == [
-                    side[:20] for side in shown
+                # The text of a duplicate is that of its tokens, which are of normalized text.
+                sides = [unicodedata.normalize("NFC", side.removeprefix(tag)) for side in row]
+                shown = unicodedata.normalize("NFC", text).split(" | ")
+                assert [" ".join(side.split())[:20] for side in sides] == [
+                    " ".join(side.split())[:20] for side in shown
                 ]
 
 
