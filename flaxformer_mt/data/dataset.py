@@ -15,7 +15,7 @@ from flaxformer_mt.data.corpora.corpus import (
 )
 from flaxformer_mt.data.corpora.entities import EntityCounter
 from flaxformer_mt.data.corpora.hold_out import hold_out
-from flaxformer_mt.data.corpora.shared_text import HeldOutText
+from flaxformer_mt.data.corpora.shared_text import NO_TEXT, HeldOutText
 from flaxformer_mt.data.sanity_checks import check_unknown_rate
 from flaxformer_mt.data.stream.encoded_corpus import EncodedCorpus, encode_corpus
 from flaxformer_mt.data.stream.token_store import open_stores
@@ -124,11 +124,13 @@ def open_dataset(
     tokenizers: Tokenizers,
     cache_folder: Path,
     *,
+    held_out: HeldOutText = NO_TEXT,
     verify: bool = True,
 ) -> tuple[ExperimentConfig, Dataset]:
     """Filters, tokenizes and checks the corpora of `open_all`, and plans the batches.
 
-    The tokens of training corpora are stored in the cache folder, see `open_stores`.
+    The tokens of training corpora are stored in the cache folder, and `held_out` is looked for in
+    their text, see `open_stores`.
 
     Returns:
       The configuration with vocabulary sizes and row lengths, and the dataset.
@@ -147,7 +149,6 @@ def open_dataset(
 
     valid = evaluation_set("valid")
     test = evaluation_set("test") if corpora["test"] else None
-    held_out = HeldOutText.of([*corpora["valid"], *corpora["test"]], config.data)
     stores = open_stores(
         *(cache_folder, corpora["train"], tokenizers, config), held_out=held_out, verify=verify
     )

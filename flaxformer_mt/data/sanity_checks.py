@@ -22,7 +22,6 @@ from flaxformer_mt.data.corpora.shared_text import (
     HeldOutText,
     Shared,
     shown,
-    untagged,
 )
 from flaxformer_mt.data.stream.encoded_corpus import EncodedCorpus
 from flaxformer_mt.errors import UserError
@@ -126,7 +125,7 @@ def check_languages(training: Sequence[Corpus], held_out: Sequence[Corpus]) -> N
 
 def _pieces(corpus: Corpus) -> tuple[list[str], list[str]]:
     """Divides the words of the first pairs, each sentence once, into pieces of enough letters."""
-    pairs = list(itertools.islice(untagged(corpus, corpus.pairs()), _PAIRS))
+    pairs = list(itertools.islice(corpus.untagged(), _PAIRS))
     return _of_length(source for source, _ in pairs), _of_length(target for _, target in pairs)
 
 
@@ -240,6 +239,5 @@ def warn_of_shared_text(
 
 
 def _shared(corpus: Corpus, held_out: HeldOutText, config: DataConfig, has_inputs: bool) -> Shared:
-    pairs = untagged(corpus, corpus.pairs())
     is_kept = PairFilter(config, corpus, has_inputs).keep
-    return held_out.find(pairs, itertools.count(1), is_kept)
+    return held_out.find(corpus.untagged(), itertools.count(1), is_kept)

@@ -79,11 +79,13 @@ def prepare(
         given, tokenizers = _with_vocabulary(given, corpora["train"], cache)
     if given.model.has_inputs:
         check_search(given.model, tokenizers, given.decode)
+    held_out = HeldOutText.of([*corpora["valid"], *corpora["test"]], given.data)
     config, dataset = open_dataset(
         given,
         corpora,
         tokenizers,
         cache,
+        held_out=held_out,
         verify=distributed.is_main(),
     )
     if continued:
@@ -95,7 +97,7 @@ def prepare(
         if not continued:
             warn_of_shared_text(
                 corpora["train"],
-                HeldOutText.of([*corpora["valid"], *corpora["test"]], given.data),
+                held_out,
                 given.data,
                 given.model.has_inputs,
                 dataset.training.corpora,

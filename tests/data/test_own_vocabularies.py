@@ -91,7 +91,6 @@ def test_any_model_round_trips_and_text_has_no_special_tokens(options):
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
-@hypothesis.settings(deadline=None)
 @hypothesis.given(
     words=st.lists(st.sampled_from([*SYMBOLS, "dog", "(", "house", "x", " ", "the "]), max_size=8),
     seed=st.integers(0, 2**32 - 1),

@@ -2,7 +2,7 @@ import collections
 import types
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flaxformer_mt.decoding.shortlists.lexicon import MIN_PROBABILITY, learn, write_table
@@ -31,7 +31,6 @@ def slow_learn(pairs, iterations):
     return {key: p for key, p in table.items() if key[0] is not None and p >= MIN_PROBABILITY}
 
 
-@settings(deadline=None)
 @given(corpora, st.integers(1, 4))
 def test_probabilities_match_a_slow_implementation(pairs, iterations):
     sources, targets = zip(*pairs, strict=True)

@@ -90,6 +90,14 @@ class Corpus(abc.ABC):
           UserError: the text is damaged, empty, or its two sides do not match.
         """
 
+    def untagged(self, pairs: Iterable[SentencePair] | None = None) -> Iterator[SentencePair]:
+        """Yields pairs of the corpus, by default all, without its tag."""
+        pairs = self.pairs() if pairs is None else pairs
+        if not self.tag:
+            return iter(pairs)
+        tag = f"{self.tag} "
+        return (with_place((pair[0].removeprefix(tag), pair[1]), pair) for pair in pairs)
+
     def chunks(
         self, size: int, is_wanted: Callable[[int], bool] = lambda number: True
     ) -> Iterator[Chunk | None]:
@@ -183,10 +191,6 @@ class StreamedCorpus(Corpus):
     def pairs(self) -> Iterator[SentencePair]:
         """See `Corpus.pairs`."""
         return filter(None, self._rows(Reading(self.drops_malformed, self.name)))
-
-    def untagged(self) -> Iterator[SentencePair]:
-        """Yields the pairs without tags."""
-        return filter(None, self.stream(Reading(self.drops_malformed, self.name)))
 
     def chunks(
         self, size: int, is_wanted: Callable[[int], bool] = lambda number: True

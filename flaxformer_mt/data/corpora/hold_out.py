@@ -8,6 +8,7 @@ are so as `comparison.comparable` returns them.
 The runs of earlier versions keep the rule that they were started with, `_by_source`.
 """
 
+import array
 import dataclasses
 import functools
 import hashlib
@@ -122,18 +123,17 @@ class Division:
 
     def _divide(self) -> "_Divided":
         pairs: dict[str, list[list[SentencePair]]] = {role: [] for role in self.roles}
+        places_of_rows = []
         for corpus, (places, hashes) in zip(self.corpora, self._places, strict=True):
             chosen = places > 0
-            texts = list(itertools.compress(corpus.untagged(), chosen)) if chosen.any() else []
+            texts: list[SentencePair] = []
+            places_of_rows.append(places)
+            if chosen.any() or corpus.malformed():
+                texts, places_of_rows[-1] = _placed_rows(corpus, places)
             order = np.argsort(hashes[chosen], kind="stable")
             for place, role in self._numbered:
                 is_of_role = places[chosen] == place
                 pairs[role].append([texts[index] for index in order if is_of_role[index]])
-        places_of_rows = []
-        for number, (places, _) in enumerate(self._places):
-            is_pair = self._is_pair[number]
-            places_of_rows.append(np.full(len(is_pair), _MALFORMED, np.int8))
-            places_of_rows[-1][is_pair] = places
         return _Divided(places_of_rows, pairs)
 
     def training_rows(self, number: int, reading: Reading) -> Iterator[SentencePair | None]:
@@ -182,21 +182,6 @@ class Division:
         hashes = _hashes(np.concatenate(lines))
         return list(zip(np.split(places, ends), np.split(hashes, ends), strict=True))
 
-    @functools.cached_property
-    def _is_pair(self) -> dict[int, np.ndarray]:
-        """Which rows of each corpus that was read are pairs, bool [rows]."""
-        return {}
-
-    def _pairs(self, number: int) -> Iterator[SentencePair]:
-        """Yields the pairs of a corpus, and keeps which of its rows they are."""
-        corpus = self.corpora[number]
-        is_pair = bytearray()
-        for row in corpus.stream(Reading(corpus.drops_malformed, corpus.name)):
-            is_pair.append(row is not None)
-            if row is not None:
-                yield row
-        self._is_pair[number] = np.frombuffer(is_pair, np.bool_)
-
     def _read(self, number: int) -> np.ndarray:
         corpus = self.corpora[number]
         untagged = dataclasses.replace(corpus, tag="")
@@ -205,7 +190,7 @@ class Division:
         is_filtered = gives and self.config.filter_held_out
         nowhere = itertools.repeat(0)  # What is dropped here is not reported.
         chunks = [np.empty(0, _LINE)]
-        for pairs in in_chunks(self._pairs(number)):
+        for pairs in in_chunks(corpus.untagged()):
             sources, targets = zip(*pairs, strict=True)
             lines = np.empty(len(pairs), _LINE)
             lines["source"], lines["target"] = hashed(sources), hashed(targets)
@@ -321,10 +306,9 @@ class Division:
         return [
             # A language model has no sources.
             np.fromiter(
-                (_source_hash(source or target) for source, target in self._pairs(number)),
-                np.uint64,
+                (_source_hash(source or target) for source, target in corpus.untagged()), np.uint64
             )
-            for number in range(len(self.corpora))
+            for corpus in self.corpora
         ]
 
     def _by_source(self, hashes: np.ndarray) -> np.ndarray:
@@ -370,6 +354,21 @@ class _Divided:
             for role, of_role in values.items()
         }
         return cls(places, held_out)
+
+
+def _placed_rows(
+    corpus: StreamedCorpus, places: np.ndarray
+) -> tuple[list[SentencePair], np.ndarray]:
+    """Returns the pairs of a corpus that are held out, and the places of all rows, int8 [rows].
+
+    `places` are those of its pairs.
+    """
+    texts, of_rows, rest = [], array.array("b"), iter(places)
+    for row in corpus.stream(Reading(corpus.drops_malformed, corpus.name)):
+        of_rows.append(_MALFORMED if row is None else next(rest))
+        if row is not None and of_rows[-1] > 0:
+            texts.append(row)
+    return texts, np.array(of_rows)
 
 
 _HELD_OUT = "held_out.json"

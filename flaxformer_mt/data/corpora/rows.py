@@ -105,6 +105,11 @@ class Dropped:
         """Inverts `dataclasses.asdict`, also of values that were stored as JSON."""
         return cls(**{**values, "more": tuple(values["more"])})
 
+    @classmethod
+    def by_reason(cls, values: Mapping[str, Any]) -> "dict[str, Dropped]":
+        """Inverts `dataclasses.asdict` of those of each reason."""
+        return {reason: cls.from_dict(each) for reason, each in values.items()}
+
     def __add__(self, later: "Dropped") -> "Dropped":
         more = (*self.more, later.example, *later.more)[: _LISTED - 1]
         return Dropped(self.count + later.count, self.example, more)

@@ -17,7 +17,7 @@ from flaxformer_mt.config import DataConfig
 from flaxformer_mt.data.corpora.comparison import comparable, in_chunks
 from flaxformer_mt.data.corpora.corpus import Corpus, SentencePair
 from flaxformer_mt.data.corpora.filters import shortened
-from flaxformer_mt.data.corpora.rows import place_of, with_place
+from flaxformer_mt.data.corpora.rows import place_of
 
 PAIR, SOURCE, TARGET, NEAR = range(4)
 """Kinds: both sides, one side with another translation, a near-duplicate of a side."""
@@ -59,7 +59,7 @@ class HeldOutText:
     @functools.cached_property
     def texts(self) -> list[list[SentencePair]]:
         """The pairs of each corpus, without tags."""
-        return [list(untagged(corpus, corpus.pairs())) for corpus in self.corpora]
+        return [list(corpus.untagged()) for corpus in self.corpora]
 
     @functools.cached_property
     def _compared(self) -> list[tuple[str, str]]:
@@ -97,7 +97,7 @@ class HeldOutText:
             found = dict(self._found(compared))
             if found and is_kept(number, pair):
                 example = f"{shown(*pair)} ({place_of(pair, number)})"
-                _add(shared, {held: (kind, example) for held, kind in found.items()})
+                add(shared, {held: (kind, example) for held, kind in found.items()})
         return shared
 
     def _found(self, compared: tuple[str, str]) -> Iterator[tuple[int, int]]:
@@ -110,24 +110,19 @@ class HeldOutText:
                 yield held, PAIR if self._compared[held] == compared else kind
 
 
-def merged(found: Iterable[Shared]) -> Shared:
-    """Joins what was found in parts of a corpus, in their order."""
-    total: Shared = {}
-    for each in found:
-        _add(total, each)
-    return total
+NO_TEXT = HeldOutText(())
 
 
-def _add(shared: Shared, later: Shared) -> None:
+def add(shared: Shared, later: Shared) -> None:
+    """Adds to `shared` what was found in later text of the same corpus."""
     for held, (kind, example) in later.items():
         if held not in shared or kind < shared[held][0]:
             shared[held] = kind, example
 
 
-def untagged(corpus: Corpus, pairs: Iterable[SentencePair]) -> Iterator[SentencePair]:
-    """Yields pairs of a corpus without its tag."""
-    tag = f"{corpus.tag} " if corpus.tag else ""
-    return (with_place((pair[0].removeprefix(tag), pair[1]), pair) for pair in pairs)
+def from_json(values: Iterable[tuple[int, tuple[int, str]]]) -> Shared:
+    """Inverts `[*shared.items()]`, also of values that were stored as JSON."""
+    return {held: (kind, example) for held, (kind, example) in values}
 
 
 def shown(source: str, target: str) -> str:

@@ -112,7 +112,7 @@ class CorpusReport:
         return cls(
             **{
                 **values,
-                "dropped": {reason: Dropped.from_dict(pairs) for reason, pairs in dropped.items()},
+                "dropped": Dropped.by_reason(dropped),
                 "sources": sources and SideReport(**sources),
                 "targets": SideReport(**targets),
             }

@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 
 from flaxformer_mt.config import ExperimentConfig
+from flaxformer_mt.data.corpora import shared_text
 from flaxformer_mt.data.corpora.corpus import Chunk, Corpus, SentencePair
 from flaxformer_mt.data.corpora.entities import EntityCounter
 from flaxformer_mt.data.corpora.filters import PairFilter, pair_hash
 from flaxformer_mt.data.corpora.rows import Dropped, Row, added_up
-from flaxformer_mt.data.corpora.shared_text import HeldOutText, Shared, untagged
+from flaxformer_mt.data.corpora.shared_text import HeldOutText, Shared
 from flaxformer_mt.data.corpora.text_files import counted
 from flaxformer_mt.data.stream.encoded_corpus import EncodedPairs, encode_pairs
 from flaxformer_mt.data.stream.links import Unlinked
@@ -97,11 +98,11 @@ class Parts:
         chunks = corpus.chunks(
             ROWS, lambda number: number % step == first and not self._has(number)
         )
-        count, unit = 0, f"parts of {ROWS:,} pairs"
-        for number, chunk in enumerate(counted(chunks, f"tokenizing {corpus.name}", unit)):
+        chunks = counted(chunks, f"tokenizing {corpus.name}", f"parts of {ROWS:,} pairs")
+        count = 0
+        for count, chunk in enumerate(chunks, start=1):
             if chunk is not None:
-                self._write(number, *_made(chunk, corpus, tokenizers, config, held_out))
-            count += 1
+                self._write(count - 1, *_made(chunk, corpus, tokenizers, config, held_out))
         values = {"origin": self.origin, "parts": count}
         atomic.write_text(self.folder / _END, json.dumps(values))
 
@@ -157,8 +158,8 @@ class Parts:
         values = {
             "origin": self.origin,
             "files": part.files,
-            "dropped": _to_json(part.dropped),
-            "malformed": _to_json(part.malformed),
+            "dropped": part.dropped,
+            "malformed": part.malformed,
             "shared": [*part.shared.items()],
             "unknown_examples": part.pairs.unknown_examples,
             "unlinked": part.pairs.unlinked,
@@ -173,7 +174,8 @@ class Parts:
             np.savez(folder / _ARRAYS, allow_pickle=False, **arrays)
             np.save(folder / _HASHES, hashes[order])
             np.save(folder / _ORDER, order)
-            (folder / _VALUES).write_text(json.dumps(values), encoding="utf-8")
+            text = json.dumps(values, default=dataclasses.asdict)
+            (folder / _VALUES).write_text(text, encoding="utf-8")
 
     def _read(self, number: int) -> Part:
         values = self._of_origin(self._path(number) / _VALUES)
@@ -193,19 +195,11 @@ class Parts:
             pairs,
             arrays["numbers"],
             [(index, path) for index, path in values["files"]],
-            _from_json(values["dropped"]),
+            Dropped.by_reason(values["dropped"]),
             EntityCounter(*values["entities"]),
-            _from_json(values["malformed"]),
-            {held: (kind, example) for held, (kind, example) in values["shared"]},
+            Dropped.by_reason(values["malformed"]),
+            shared_text.from_json(values["shared"]),
         )
-
-
-def _to_json(dropped: Mapping[str, Dropped]) -> dict[str, Any]:
-    return {reason: dataclasses.asdict(each) for reason, each in dropped.items()}
-
-
-def _from_json(values: Mapping[str, Any]) -> dict[str, Dropped]:
-    return {reason: Dropped.from_dict(each) for reason, each in values.items()}
 
 
 def first_occurrences(parts: Parts, earlier: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
@@ -272,6 +266,6 @@ def _made(
         pair_filter.dropped,
         entities,
         chunk.malformed,
-        held_out.find(untagged(corpus, kept), numbers),
+        held_out.find(corpus.untagged(kept), numbers),
     )
     return part, np.array(hashes, np.uint64)

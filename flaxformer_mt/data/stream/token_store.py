@@ -37,7 +37,7 @@ from flaxformer_mt.data.corpora.corpus import Corpus
 from flaxformer_mt.data.corpora.entities import EntityCounter
 from flaxformer_mt.data.corpora.filters import example_of, options_in_use
 from flaxformer_mt.data.corpora.rows import Dropped, added_up, merged, place
-from flaxformer_mt.data.corpora.shared_text import HeldOutText, Shared
+from flaxformer_mt.data.corpora.shared_text import NO_TEXT, HeldOutText, Shared
 from flaxformer_mt.data.stream.encoded_corpus import (
     CorpusReport,
     EncodedCorpus,
@@ -72,8 +72,6 @@ _FILES = {
 _Origin: TypeAlias = dict[str, Any]
 """The key of a store, as JSON: {"text": ..., "tokenizer": ..., "options": {name: value}}."""
 
-_NO_TEXT = HeldOutText(())
-
 _log = logging.getLogger(__name__)
 
 
@@ -83,7 +81,7 @@ def open_stores(
     tokenizers: Tokenizers,
     config: ExperimentConfig,
     *,
-    held_out: HeldOutText = _NO_TEXT,
+    held_out: HeldOutText = NO_TEXT,
     verify: bool = True,
 ) -> list[EncodedCorpus]:
     """Opens the stores of the training corpora, and builds those that are missing or out of date.
@@ -127,7 +125,7 @@ def make_parts(
     config: ExperimentConfig,
     index: int,
     count: int,
-    held_out: HeldOutText = _NO_TEXT,
+    held_out: HeldOutText = NO_TEXT,
 ) -> None:
     """Makes every `count`th part of the stores of `open_stores`, from part `index`, if missing.
 
@@ -227,7 +225,7 @@ class _Store:
             weight=self.corpus.weight,
             places=Places(_map(self.folder / "place.numbers", np.int64), description["places"]),
             shared={
-                text: {int(held): (kind, example) for held, (kind, example) in shared.items()}
+                text: shared_text.from_json(shared)
                 for text, shared in description.get("shared", {}).items()
             },
         )
@@ -285,7 +283,7 @@ class _Store:
                     "files": sorted(path.name for path in partial.iterdir()),
                     "report": dataclasses.asdict(report),
                     "places": files,
-                    "shared": {self.held_out.fingerprint: shared},
+                    "shared": {self.held_out.fingerprint: [*shared.items()]},
                 }
                 (partial / "store.json").write_text(
                     json.dumps(description, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
@@ -305,7 +303,7 @@ class _Store:
         entities = EntityCounter()
         dropped: dict[str, Dropped] = {}
         malformed: dict[str, Dropped] = {}
-        shared: list[Shared] = []
+        shared: Shared = {}
         files: list[tuple[int, str]] = []
         lengths: dict[str, list[np.ndarray]] = {"sources": [], "targets": []}
         unknown = {"sources": 0, "targets": 0}
@@ -316,7 +314,7 @@ class _Store:
             entities.merge(part.entities)
             dropped = added_up(dropped, part.dropped)
             malformed = merged([malformed, part.malformed])
-            shared.append(part.shared)
+            shared_text.add(shared, part.shared)
             for index, path in part.files:
                 if not files or files[-1][1] != path:
                     files.append((written + index, path))
@@ -362,7 +360,7 @@ class _Store:
         )
         assert targets is not None
         report = CorpusReport(read, dropped, sources, targets)
-        return report, files, shared_text.merged(shared)
+        return report, files, shared
 
     def _unknown(self, side: str) -> int:
         tokenizers = self.tokenizers
