@@ -10,6 +10,7 @@ from flaxformer_mt.data.stream.batches import Batch as Batch
 from flaxformer_mt.decoding.training_samples import sample as sample
 from flaxformer_mt.decoding.translator import Translator as Translator
 from flaxformer_mt.decoding.translator import translate as translate
+from flaxformer_mt.errors import UserError as UserError
 from flaxformer_mt.experiment import train as train
 from flaxformer_mt.loading import Model as Model
 from flaxformer_mt.loading import load as load
@@ -32,5 +33,9 @@ from flaxformer_mt.training.devices import compile_step as compile_step
 from flaxformer_mt.training.devices import create as create
 from flaxformer_mt.training.devices import make_mesh as make_mesh
 from flaxformer_mt.training.devices import place as place
+from flaxformer_mt.training.parameter_roles import is_matrix as is_matrix
+from flaxformer_mt.training.parameter_roles import per_layer as per_layer
+from flaxformer_mt.training.parameter_roles import role_mask as role_mask
+from flaxformer_mt.training.parameter_roles import role_of as role_of
 
 __version__: str

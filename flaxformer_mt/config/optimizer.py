@@ -11,10 +11,11 @@ from flaxformer_mt.config.fields import Checked, FieldRole, option
 class OptimizerConfig(Checked):
     """The optimizer and its learning rate."""
 
-    kind: Literal["adam", "adamw", "adafactor"] = option("adam", FieldRole.TRAINING)
+    kind: Literal["adam", "adamw", "adafactor", "muon"] = option("adam", FieldRole.TRAINING)
     """adamw adds decoupled weight decay. adafactor keeps only row and column means of large
     matrices, and multiplies the learning rate by the root mean square of each parameter (T5: 1e-2);
-    it has no beta1, beta2 and epsilon."""
+    it has no beta1, beta2 and epsilon. muon orthogonalizes the updates of the matrices of layers,
+    and trains the other parameters by adamw with the same learning rate."""
     learning_rate: float = option(1e-3, FieldRole.TRAINING, above=0, limit=1e6)
     """Factor of noam and tensor2tensor; peak learning rate of all other schedules."""
     schedule: Literal[
@@ -44,7 +45,9 @@ class OptimizerConfig(Checked):
     epsilon: float = option(1e-9, FieldRole.TRAINING, lowest=0, limit=1)
     """Adam's epsilon, added outside the square root."""
     weight_decay: float = option(0.0, FieldRole.TRAINING, lowest=0, limit=1e6)
-    """Decoupled weight decay of adamw."""
+    """Decoupled weight decay of adamw and muon."""
+    momentum: float = option(0.95, FieldRole.TRAINING, lowest=0, below=1)
+    """Decay rate of muon's momentum; the parameters that adamw trains have beta1 and beta2."""
     clip_norm: float = option(0.0, FieldRole.TRAINING, lowest=0)
     """Clip gradients to this global norm; 0 = no clipping."""
 
@@ -73,5 +76,5 @@ class OptimizerConfig(Checked):
     def _problems(self) -> Iterator[str]:
         if self.warmup and self.warmup_steps != OptimizerConfig.warmup_steps:
             yield "{warmup} and {warmup_steps} say the same: leave one of them out"
-        if self.weight_decay and self.kind != "adamw":
-            yield "optimizer.weight_decay needs optimizer.kind=adamw"
+        if self.weight_decay and self.kind not in ("adamw", "muon"):
+            yield "{weight_decay} needs optimizer.kind=adamw or muon, not {kind}"

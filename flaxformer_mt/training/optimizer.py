@@ -10,11 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 from jax import Array
 
 from flaxformer_mt.config import OptimizerConfig
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.training.sharding import path_name
+from flaxformer_mt.training.parameter_roles import is_matrix, per_layer
 
 
 def make_schedule(config: OptimizerConfig, d_model: int, num_steps: int) -> optax.Schedule:
@@ -107,48 +108,52 @@ def make_optimizer(
     Adafactor has no momentum, as T5 is trained with: matrices have factored second moments if both
     dimensions are at least 128.
 
+    Muon orthogonalizes the update of each matrix of each layer; AdamW trains the other parameters.
+    The updates of matrices have the root mean square of Adam's, 0.2, so that one learning rate and
+    one weight decay serve both.
+
     Source: Kingma and Ba 2015 (Adam); Loshchilov and Hutter 2019 (AdamW); Shazeer and Stern 2018
-    (Adafactor).
+    (Adafactor); Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks", with
+    the scale of Liu et al. 2025, "Muon is Scalable for LLM Training".
     """
+    decay = {"weight_decay": config.weight_decay}
     moments = {"b1": config.beta1, "b2": config.beta2, "eps": config.epsilon}
     match config.kind:
         case "adam":
             optimizer = optax.adam(schedule, **moments)
         case "adamw":
-            optimizer = optax.adamw(schedule, weight_decay=config.weight_decay, **moments)
+            optimizer = optax.adamw(schedule, **decay, **moments)
         case "adafactor":
-            optimizer = _for_each_layer(optax.adafactor(schedule))
+            optimizer = per_layer(optax.adafactor(schedule))
+        case "muon":
+            optimizer = _muon(config, schedule, optax.adamw(schedule, **decay, **moments))
     if config.clip_norm:
         optimizer = optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
 
     return optax.GradientTransformation(optimizer.init, _with_standard_promotion(optimizer.update))
 
 
-def _for_each_layer(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Applies an optimizer to each layer of stacked parameters [L, ...] by itself.
+def _muon(
+    config: OptimizerConfig, schedule: optax.Schedule, others: optax.GradientTransformation
+) -> optax.GradientTransformation:
+    def last_two_axes(tree: Any) -> Any:
+        return jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(-2, -1), tree)
 
-    Its means over a parameter must not include other layers.
-    """
+    def labels(tree: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: "matrix" if is_matrix(path, leaf) else "other", tree
+        )
 
-    def over_layers(function: Callable) -> Callable:
-        def wrapped(tree: Any, *rest: Any) -> Any:
-            # All layers may be frozen.
-            return (jax.vmap(function) if jax.tree.leaves(tree) else function)(tree, *rest)
+    def with_rms_of_adam(update: Array) -> Array:
+        return 0.2 * max(update.shape[-2:]) ** 0.5 * update
 
-        return wrapped
-
-    def label(path: Any, _: Any) -> str:
-        stack, *rest = path_name(path).split("/")
-        return stack if rest[:1] == ["layers"] else "other"
-
-    layers = optax.GradientTransformation(
-        over_layers(optimizer.init), over_layers(optimizer.update)
+    matrices = optax.chain(
+        optax.contrib.scale_by_muon(beta=config.momentum, weight_dimension_numbers=last_two_axes),
+        optax.stateless(lambda updates, _: jax.tree.map(with_rms_of_adam, updates)),
+        optax.add_decayed_weights(config.weight_decay),
+        optax.scale_by_learning_rate(schedule),
     )
-    # The stacks may differ in their number of layers.
-    return optax.partition(
-        {"encoder": layers, "decoder": layers, "other": optimizer},
-        functools.partial(jax.tree_util.tree_map_with_path, label),
-    )
+    return optax.partition({"matrix": matrices, "other": others}, labels)
 
 
 def _with_standard_promotion(function: Callable) -> Callable:
