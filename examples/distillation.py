@@ -31,9 +31,7 @@ def create(key):
 def update(state, batch, key, frozen):
     def loss(params):
         term = fmt.Distillation(weight=0.5, temperature=2.0)
-        sums = fmt.cross_entropy(
-            small, params, batch, key, weight=0.5, term=term, teacher=(big, frozen)
-        )
+        sums = fmt.cross_entropy(small, params, batch, key, term=term, teacher=(big, frozen))
         return sums.loss / sums.tokens, sums.metrics
 
     gradient, metrics = jax.grad(loss, has_aux=True)(state["params"])

@@ -94,6 +94,9 @@ CHANGES = {
     "max_length": [{"max_length": 20, "position_kind": "learned"}],
     "attention_kind": [{"attention_kind": "sharper"}],
     "scale_scores": [{"scale_scores": False}],
+    "query_key_norm": [{"query_key_norm": True}, {"query_key_norm": True, "norm_kind": "rms"}],
+    "score_cap": [{"score_cap": 1.5}],
+    "logit_cap": [{"logit_cap": 2.0}],
     "scale_embeddings": [{"scale_embeddings": False}],
     "scale_logits": [{"scale_logits": True}],
     "tie_embeddings": [
@@ -135,13 +138,14 @@ WITHOUT_PRODUCTS = NOT_COMPUTED | {
     "output_bias", "activation", "position_kind", "position_layout", "position_exponent",
     "position_base", "position_offset", "relative_position_buckets",
     "relative_position_max_distance", "relative_position_sharing", "max_length",
-    "attention_kind", "scale_scores", "scale_embeddings", "scale_logits", "tie_embeddings",
+    "attention_kind", "query_key_norm", "score_cap", "logit_cap", "scale_scores",
+    "scale_embeddings", "scale_logits", "tie_embeddings",
     "zero_pad_embeddings", "mask_target_padding", "pad_id", "bos_id", "eos_id",
 }  # fmt: skip
 """Fields that do not change the FLOPs: more heads of a model of the same width are narrower."""
 TOLD = {"num_heads", "max_length", "pad_id", "bos_id", "eos_id"}
 """Fields that a user tells `interop.load`, besides the switches of a family."""
-NOT_FUSED = {"value_dim", "dtype", "param_dtype", "has_inputs", "attention_kind"}
+NOT_FUSED = {"value_dim", "dtype", "param_dtype", "has_inputs", "attention_kind", "score_cap"}
 """Fields with values that the kernels refuse, and those that do not concern them."""
 
 

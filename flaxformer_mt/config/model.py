@@ -138,6 +138,14 @@ class TransformerConfig(Checked):
     scale_scores: bool = option(True, FieldRole.ARCHITECTURE)
     """Divide the scores of attention by sqrt(K). Without it, as in T5, the initial values of the
     query projection are divided by sqrt(K) instead."""
+    query_key_norm: bool = option(False, FieldRole.SHAPES, FieldRole.ARCHITECTURE)
+    """Normalize the queries and the keys of each head, with a norm of norm_kind whose scale [K] the
+    heads share, before rotary rotates them (Henry et al. 2020; Dehghani et al. 2023)."""
+    score_cap: float = option(0.0, FieldRole.ARCHITECTURE, lowest=0)
+    """c: replace each scaled score s of attention by c * tanh(s / c), before biases are added; 0 =
+    no cap (Gemma 2: 50)."""
+    logit_cap: float = option(0.0, FieldRole.ARCHITECTURE, lowest=0)
+    """c: replace each logit z by c * tanh(z / c); 0 = no cap (Gemma 2: 30)."""
     scale_embeddings: bool = option(True, FieldRole.ARCHITECTURE)
     """Multiply embeddings by sqrt(D)."""
     scale_logits: bool = option(False, FieldRole.ARCHITECTURE)
@@ -225,11 +233,15 @@ class TransformerConfig(Checked):
             )
         if self.norm_kind == "unbiased_std" and self.d_model == 1:
             yield "{norm_kind} needs model.d_model > 1"
+        if self.norm_kind == "unbiased_std" and self.query_key_norm and self.key_width == 1:
+            yield "{norm_kind} needs model.head_dim > 1 with {query_key_norm}"
         if self.attention_kind != DOT_PRODUCT and self.attention_backend not in ("auto", "einsum"):
             yield (
                 "{attention_backend} computes dot products only, not {attention_kind}: use auto or "
                 "einsum"
             )
+        if self.score_cap and self.attention_backend not in ("auto", "einsum"):
+            yield "{attention_backend} does not cap scores, as {score_cap} asks: use auto or einsum"
         if self.norm_position == "pre" and self.norm_backend == "pallas_gpu":
             yield (
                 "{norm_backend} computes norm(x + f(x)), which a model with {norm_position} does "
@@ -286,6 +298,8 @@ class TransformerConfig(Checked):
         contexts, values = (heads * self.value_width for heads in (self.num_heads, self.kv_heads))
         attention = sum(_dense(width, x, self.qkv_bias) for x in (queries, keys, values))
         attention += _dense(contexts, width, self.attention_output_bias)
+        if self.query_key_norm:
+            attention += 2 * self.key_width * (1 if self.norm_kind == "rms" else 2)
         feed_forward = _dense(width, self.d_ff, self.feed_forward_bias)
         feed_forward *= 1 + self.feed_forward_gate
         feed_forward += _dense(self.d_ff, width, self.feed_forward_bias)

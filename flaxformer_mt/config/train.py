@@ -94,6 +94,9 @@ class TrainConfig(Checked):
     """Validation metric that must improve."""
     early_stopping_min_delta: float = option(0.0, FieldRole.SELECTION, lowest=0)
     """Smallest change of the metric that counts as an improvement, exclusive."""
+    z_loss: float = option(0.0, FieldRole.TRAINING, lowest=0, limit=1e3)
+    """Weight of the squared logarithm of the partition function, which keeps logits small (Shazeer
+    et al. 2018); 0 = off, 1e-4 is usual."""
     ema_decay: float = option(0.0, FieldRole.TRAINING, lowest=0, below=1)
     """d: validate and translate with an exponential moving average of the parameters, average = d
     * average + (1 - d) * parameters after each step; 0 = with the parameters themselves."""

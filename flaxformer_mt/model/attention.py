@@ -19,7 +19,8 @@ from flaxformer_mt.model.kernels.packed_projections import packed_attention
 from flaxformer_mt.model.kernels.products import Biased, Shared
 from flaxformer_mt.model.linear import dense, to_residual
 from flaxformer_mt.model.masks import Mask, Visibility, dense_mask
-from flaxformer_mt.model.numerics import Dropout, at_least_float32, masked_softmax
+from flaxformer_mt.model.normalization import Norm
+from flaxformer_mt.model.numerics import Dropout, at_least_float32, masked_softmax, soft_cap
 
 
 class KeyValue(NamedTuple):
@@ -37,10 +38,11 @@ def scaled_dot_product_attention(
     dropout: Callable[[Array], Array] | None = None,
     tap: Callable[[str, Array], object] | None = None,
     bias: Float[Array, "..."] | None = None,
+    cap: float = 0.0,
 ) -> tuple[Float[Array, "B H T U"], Float[Array, "B H T S"]]:
     r"""Computes attention from every query to every key.
 
-    .. math:: \mathrm{softmax}(Q K^\top / \sqrt{K} + bias)\, V
+    .. math:: \mathrm{softmax}(\mathrm{cap}(Q K^\top / \sqrt{K}) + bias)\, V
 
     Query head h of H attends to head h // (H / G) of G.
 
@@ -53,6 +55,7 @@ def scaled_dot_product_attention(
       dropout: applied to the weights.
       tap: called with "scores" and the masked scores, for inspection.
       bias: broadcastable to [B, H, T, S]; added to the scaled scores.
+      cap: see `soft_cap`; 0 = none.
 
     Returns:
       The context in the dtype of `value`, and the weights before dropout.
@@ -67,7 +70,7 @@ def scaled_dot_product_attention(
     dtype = at_least_float32(query.dtype)
     query = query.reshape(batch, groups, grouped, width)
     scores = jnp.einsum("bhtk,bhsk->bhts", query, key, preferred_element_type=dtype)
-    scores = scores.reshape(batch, heads, queries, keys) * width**-0.5
+    scores = soft_cap(scores.reshape(batch, heads, queries, keys) * width**-0.5, cap)
     if bias is not None:
         scores = scores + bias.astype(dtype)
     mask = jnp.ones((1, 1, 1, 1), bool) if mask is None else mask
@@ -106,6 +109,9 @@ class MultiHeadAttention(nn.Module):
             c.attention_output_bias,
         )
         self.dropout = Dropout(c.attention_dropout_rate)
+        if c.query_key_norm:
+            self.query_norm = Norm(c, c.key_width)
+            self.key_norm = Norm(c, c.key_width)
 
     def _split_heads(self, x: Array, heads: int) -> Array:
         # The features of one head are contiguous.
@@ -119,12 +125,14 @@ class MultiHeadAttention(nn.Module):
 
         `transform` is applied to the keys [B, G, S, K], such as a rotation by their positions.
         """
-        # With dot products and without a transform, a key bias adds the same number to all scores
+        # With dot products of plain keys, a key bias adds the same number to all scores
         # of a query, which cancels in the softmax: its gradient is 0. Computed, it would be
         # rounding noise, which Adam scales up to steps of full size.
-        cancels = self.config.attention_kind == DOT_PRODUCT and transform is None
-        heads = self.config.kv_heads
+        c, heads = self.config, self.config.kv_heads
+        is_linear = not (c.query_key_norm or c.score_cap) and transform is None
+        cancels = c.attention_kind == DOT_PRODUCT and is_linear
         key = self._split_heads(self.key(inputs, train_bias=not cancels), heads)
+        key = self.key_norm(key) if c.query_key_norm else key
         value = self._split_heads(self.value(inputs), heads)
         return KeyValue(key if transform is None else transform(key), value)
 
@@ -150,6 +158,7 @@ class MultiHeadAttention(nn.Module):
             dropout=lambda weights: self.dropout(weights, deterministic=deterministic),
             tap=lambda name, value: self.sow("intermediates", name, value),
             bias=bias,
+            cap=self.config.score_cap,
         )
 
     def _project_all(
@@ -160,6 +169,7 @@ class MultiHeadAttention(nn.Module):
     ) -> tuple[Array, KeyValue]:
         shared = Shared.of(inputs, self.config.kv_heads)
         query = self._split_heads(self.query(shared), self.config.num_heads)
+        query = self.query_norm(query) if self.config.query_key_norm else query
         query = query if transform is None else transform(query)
         if not self.config.scale_scores:
             query = query * self.config.key_width**0.5  # All backends divide scores by it.
@@ -176,7 +186,7 @@ class MultiHeadAttention(nn.Module):
         c = self.config
         is_read = return_weights or self.is_mutable_collection("intermediates")
         is_whole_pass = isinstance(mask, Visibility) and not self.is_initializing()
-        if is_read or not is_whole_pass or c.attention_kind != DOT_PRODUCT:
+        if is_read or not is_whole_pass or c.attention_kind != DOT_PRODUCT or c.score_cap:
             return ""
         keys = attended.key.shape[2] if isinstance(attended, KeyValue) else attended.shape[1]
         queries = inputs.shape[0], c.num_heads, inputs.shape[1], c.key_width
@@ -213,7 +223,8 @@ class MultiHeadAttention(nn.Module):
             bias=bias,
             dropout_key=self.dropout.draw_key() if dropped else None,
         )
-        is_plain = transform is None and c.scale_scores and not isinstance(attended, KeyValue)
+        is_plain = transform is None and c.scale_scores and not c.query_key_norm
+        is_plain = is_plain and not isinstance(attended, KeyValue)
         if backend != "pallas_gpu" or not is_plain:
             query, (key, value) = self._project_all(inputs, attended, transform)
             return kernels.fused_attention(options, arrays(query, key, value))

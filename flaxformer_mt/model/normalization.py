@@ -88,13 +88,17 @@ def rms_norm(
 
 
 class Norm(nn.Module):
-    """A norm of the kind `config.norm_kind`, with a learned scale [D] and, unless rms, bias [D]."""
+    """A norm of the kind `config.norm_kind`, with a learned scale [D] and, unless rms, bias [D].
+
+    D is the width of the model, or `width` if it is not 0.
+    """
 
     config: TransformerConfig
+    width: int = 0
 
     def setup(self) -> None:
         c = self.config
-        shape, dtype = (c.d_model,), jnp.dtype(c.param_dtype)
+        shape, dtype = (self.width or c.d_model,), jnp.dtype(c.param_dtype)
         self.scale = self.param("scale", nn.initializers.ones, shape, dtype)
         if c.norm_kind != "rms":
             self.bias = self.param("bias", nn.initializers.zeros, shape, dtype)

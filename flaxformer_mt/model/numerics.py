@@ -26,6 +26,14 @@ def column_sums(x: Float[Array, "N D"]) -> Float[Array, "D"]:
     return lax.dot(ones, x, precision=lax.Precision.HIGHEST, preferred_element_type=dtype)
 
 
+def soft_cap(x: Array, cap: float) -> Array:
+    r"""Returns :math:`c \tanh(x / c)`, which is between -c and c, or `x` itself if c = `cap` is 0.
+
+    Source: Bello et al. 2016, section 5; Gemma 2.
+    """
+    return cap * jnp.tanh(x / cap) if cap else x
+
+
 @jax.custom_vjp
 def masked_softmax(scores: Float[Array, "*T S"], mask: Bool[Array, "..."]) -> Float[Array, "*T S"]:
     r"""Computes the softmax over the last axis, with weight 0 for masked keys.

@@ -17,7 +17,7 @@ from flaxformer_mt.model.layers import Decoder, Encoder
 from flaxformer_mt.model.linear import dense, embedding_init
 from flaxformer_mt.model.logical_axes import constrain
 from flaxformer_mt.model.lookup import look_up
-from flaxformer_mt.model.numerics import Dropout, at_least_float32
+from flaxformer_mt.model.numerics import Dropout, at_least_float32, soft_cap
 from flaxformer_mt.model.positions import POSITION_KINDS, attention_positions
 
 ZERO_VECTOR = -1
@@ -34,7 +34,9 @@ class AttentionWeights:
 
 
 class OutputFactors(NamedTuple):
-    """The factors of the output projection: logits are scale * (vectors @ table.T + bias).
+    """The factors of the output projection.
+
+    Logits are scale * (vectors @ table.T + bias), with `soft_cap` if `cap` is not 0.
 
     They allow the chunked cross-entropy to compute the logits in chunks.
     """
@@ -43,6 +45,7 @@ class OutputFactors(NamedTuple):
     table: Array  # [V, D]
     bias: Array | None  # [V]
     scale: float
+    cap: float = 0.0
 
 
 class Embedding(nn.Module):
@@ -345,11 +348,12 @@ class Transformer(nn.Module):
         else:
             logits = self.output(x).astype(at_least_float32(x.dtype))
         logits = logits * c.d_model**-0.5 if c.scale_logits else logits
-        return constrain(logits, "batch", "length", "vocabulary")
+        return constrain(soft_cap(logits, c.logit_cap), "batch", "length", "vocabulary")
 
     def _output_factors(self, x: Array) -> OutputFactors:
         c = self.config
         tied = c.shares_target_and_output
         table = self.target_embedding.embedding if tied else self.output.effective_kernel().T
         bias = self.output.effective_bias() if c.output_bias else None
-        return OutputFactors(x, table, bias, c.d_model**-0.5 if c.scale_logits else 1.0)
+        scale = c.d_model**-0.5 if c.scale_logits else 1.0
+        return OutputFactors(x, table, bias, scale, c.logit_cap)

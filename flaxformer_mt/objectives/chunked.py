@@ -11,13 +11,13 @@ from jax.typing import ArrayLike
 
 from flaxformer_mt.data.stream.placement import ROW_AXES
 from flaxformer_mt.model.logical_axes import constrain, mesh_platform
-from flaxformer_mt.model.numerics import at_least_float32
+from flaxformer_mt.model.numerics import at_least_float32, soft_cap
 from flaxformer_mt.model.transformer import OutputFactors
 from flaxformer_mt.objectives.losses import (
     Convention,
-    accuracy,
-    label_smoothed_cross_entropy,
+    is_correct,
     smoothed_label,
+    token_losses,
 )
 
 MAX_CHUNK_LOGITS = {"cpu": 2**22, "gpu": 2**29, "tpu": 2**27}
@@ -52,15 +52,19 @@ class Term(Protocol):
         """The factor of the term in the objective."""
 
     @property
+    def loss_weight(self) -> float:
+        """The factor of the cross-entropy beside it."""
+
+    @property
     def passes(self) -> int:
         """How many consecutive rows are predictions of the same row with different dropout."""
 
     def __call__(self, chunk: Chunk) -> tuple[Array, Array]:
-        """Computes the sum of the term over a chunk, and its gradient.
+        """Computes the term of each position of a chunk, and its gradient.
 
         Returns:
-          The sum, weighted by `chunk.weights`; the gradient of the term of each position with
-          respect to `chunk.logits`, without these weights.
+          The terms [N / passes] of the first predictions, without `chunk.weights`, by which they
+          are multiplied; and the gradient of their sum with respect to `chunk.logits`.
         """
 
 
@@ -70,20 +74,33 @@ class CrossEntropyOptions(NamedTuple):
     smoothing: float = 0.0  # of the labels, as for `token_losses`; so are the next two
     convention: Convention = "uniform"
     pad_id: int = 0
-    weight: float = 1.0  # the factor of the cross-entropy in the objective
     term: Term | None = None  # added to the cross-entropy
+    z_loss: float = 0.0  # the factor of the squared logarithm of the partition function
+
+    @property
+    def sums(self) -> tuple[str, ...]:
+        """The names of the fields of `ChunkedSums` that a pass over the chunks computes."""
+        names = ["objective", "correct"]
+        names += ["loss", "term"] if self.term else ["loss"] if self.z_loss else []
+        return (*names, "z_loss") if self.z_loss else tuple(names)
 
 
 class ChunkedSums(NamedTuple):
-    """Weighted sums over the target tokens, in float32, or float64 if the vectors are."""
+    """Weighted sums over the target tokens, in float32, or float64 if the vectors are.
+
+    All are differentiable with respect to vectors, table, bias and weights. Gradients of other sums
+    than `objective` cost a second pass.
+    """
 
     objective: Array
-    """`weight` * `loss` + `term.weight` * `term`; the only differentiable sum."""
+    """`term.loss_weight` * `loss` + `term.weight` * `term` + the factor of `z_loss` times it."""
     loss: Array  # the cross-entropy with smoothed labels
     correct: Array
     """The positions where no class has a higher logit than the target."""
-    term: Array | None  # the term, if there is one
     weights: Array  # the sum of the weights
+    term: Array | None = None  # the term, if there is one
+    z_loss: Array | None = None
+    """The squared logarithms of the partition function, if they have a factor."""
 
 
 def chunked_cross_entropy(
@@ -113,7 +130,7 @@ def chunked_cross_entropy(
       max_chunk_logits: the size of a chunk, which has at least one column; 0 = a default for the
         platform.
     """
-    vectors, table, bias, scale = factors
+    vectors, table, bias, scale, cap = factors
     targets = jnp.asarray(targets)
     weights = jnp.asarray(weights, at_least_float32(vectors.dtype))
     platform = mesh_platform()
@@ -137,27 +154,27 @@ def chunked_cross_entropy(
         chunks = jnp.moveaxis(chunks, (3, 2), (1, 2))
         return chunks.reshape(shards, -1, batch * columns, *x.shape[2:])
 
-    of_teacher, teacher_scale = None, 1.0
-    if teacher is not None:
-        of_teacher, teacher_scale = teacher[:3], teacher.scale
-    static = _Static(options, scale, teacher_scale, by_rows=platform != "cpu")
+    of_teacher = None if teacher is None else teacher[:3]
+    teacher_scale = (1.0, 0.0) if teacher is None else teacher[3:]
+    static = _Static(options, (scale, cap), teacher_scale, by_rows=platform != "cpu")
     rows = jax.tree.map(split, (vectors, targets, weights, of_teacher and of_teacher[0]))
     tables = table, bias, of_teacher and of_teacher[1:]
     if shards == 1:
         # With an axis of one shard, CPUs would make a transposed copy of all gradients.
         vectors, *labels = jax.tree.map(lambda x: x[0], rows)
-        objective, *others = _sum_over_chunks(vectors, *tables, tuple(labels), static)
+        results = _sum_over_chunks(vectors, *tables, tuple(labels), static)
     else:
         vectors, *labels = rows
-        objective, *others = _sum_over_shards(vectors, *tables, tuple(labels), static)
-    correct, loss, term = others if options.term else (*others, objective, None)
-    return ChunkedSums(objective, loss, correct, term, jnp.sum(weights))
+        results = _sum_over_shards(vectors, *tables, tuple(labels), static)
+    sums = dict(zip(options.sums, results, strict=True))
+    return ChunkedSums(**{"loss": sums["objective"], **sums, "weights": jnp.sum(weights)})
 
 
 class _Static(NamedTuple):
     options: CrossEntropyOptions
-    scale: float
-    teacher_scale: float
+    scale: tuple[float, float]
+    """By which the products of vectors and table are multiplied, and the cap of the results."""
+    teacher_scale: tuple[float, float]
     by_rows: bool
     """Whether the logits of a chunk are [N, V] instead of [V, N]: CPUs sum much faster over columns
     than along rows, on other devices the classes have to be contiguous."""
@@ -179,20 +196,26 @@ def _sum_over_chunks(vectors, table, bias, teacher, labels, static):
 
     def add(sums, chunk):
         rows, labels = chunk
-        metrics, _ = _metrics_and_gradients(rows, tables, labels, static, len(table))
-        return jax.tree.map(jnp.add, sums, metrics), None
+        of_chunk, *_ = _sums_and_gradients(rows, tables, labels, static, len(table), {})
+        return jax.tree.map(jnp.add, sums, of_chunk), None
 
     return lax.scan(add, _zeros(vectors, static), (vectors, labels))[0]
 
 
-def _forward(vectors, table, bias, teacher, labels, static):
+def _differentiate_chunks(vectors, table, bias, teacher, labels, static, cotangents):
+    """The sums, and the gradients of their mixture with factors `cotangents`.
+
+    The gradients are those with respect to vectors, table, bias and weights.
+    """
     tables = _computed_tables(table, bias, teacher, vectors.dtype, static)
     factors = tables[0]
     axes = "nv" if static.by_rows else "vn"
 
     def add(sums, chunk):
         rows, labels = chunk
-        metrics, gradients = _metrics_and_gradients(rows, tables, labels, static, len(table))
+        of_chunk, gradients, of_weights = _sums_and_gradients(
+            rows, tables, labels, static, len(table), cotangents
+        )
         of_bias = None
         if bias is not None:
             of_bias = jnp.sum(gradients, axis=0 if static.by_rows else 1).astype(bias.dtype)
@@ -202,29 +225,50 @@ def _forward(vectors, table, bias, teacher, labels, static):
             operands = _widened(table.dtype, *operands)
         of_table = jnp.einsum(f"{axes},nd->vd", *operands, preferred_element_type=table.dtype)
         of_rows = jnp.einsum(f"{axes},vd->nd", gradients, factors[0])
-        return jax.tree.map(jnp.add, sums, (metrics, of_table, of_bias)), of_rows
+        sums = jax.tree.map(jnp.add, sums, (of_chunk, of_table, of_bias))
+        return sums, (of_rows, of_weights)
 
     of_factors = [
         None if factor is None else jnp.zeros(factor.shape, table.dtype) for factor in factors
     ]
-    (metrics, *sums), of_vectors = lax.scan(
+    (sums, *of_factors), (of_vectors, of_weights) = lax.scan(
         add, (_zeros(vectors, static), *of_factors), (vectors, labels)
     )
-    return metrics, (of_vectors, *jax.tree.map(lambda gradient: gradient[: len(table)], sums))
+    of_table, of_bias = jax.tree.map(lambda gradient: gradient[: len(table)], of_factors)
+    return sums, (of_vectors, of_table, of_bias, of_weights)
 
 
 def _zeros(vectors, static):
     zero = jnp.zeros((), at_least_float32(vectors.dtype))
-    return (zero,) * (4 if static.options.term else 2)
+    return (zero,) * len(static.options.sums)
 
 
-def _backward(static, gradients, cotangents):
-    del static  # It is in the gradients.
-    scaled = jax.tree.map(lambda g: g * cotangents[0].astype(g.dtype), gradients)
-    return *scaled, None, None
+def _make_differentiable(sums, differentiate):
+    """Defines the gradient of a function by one that computes sums and gradients together."""
+
+    def forward(vectors, table, bias, teacher, labels, static):
+        inputs = jax.tree.map(lambda x: x.value, (vectors, table, bias, teacher, labels))
+        results, gradients = differentiate(*inputs, static, {"objective": 1.0})
+        return results, (gradients, inputs)
+
+    def backward(static, kept, cotangents):
+        gradients, inputs = kept
+        named = {
+            name: cotangent
+            for name, cotangent in zip(static.options.sums, cotangents, strict=True)
+            if not isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
+        }
+        if named.keys() == {"objective"}:  # As in training: its gradients have been computed.
+            scaled = jax.tree.map(lambda g: g * named["objective"].astype(g.dtype), gradients)
+        else:
+            _, scaled = differentiate(*inputs, static, named)
+        of_vectors, of_table, of_bias, of_weights = scaled
+        return of_vectors, of_table, of_bias, None, (None, of_weights, None)
+
+    sums.defvjp(forward, backward, symbolic_zeros=True)
 
 
-_sum_over_chunks.defvjp(_forward, _backward)
+_make_differentiable(_sum_over_chunks, _differentiate_chunks)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -240,13 +284,17 @@ def _sum_over_shards(vectors, table, bias, teacher, labels, static):
     return jax.tree.map(jnp.sum, jax.vmap(sums)(vectors, labels))
 
 
-def _forward_of_shards(vectors, table, bias, teacher, labels, static):
-    def forward(vectors, labels):
-        return _forward(vectors, table, bias, teacher, labels, static)
+def _differentiate_shards(vectors, table, bias, teacher, labels, static, cotangents):
+    def differentiate(vectors, labels):
+        return _differentiate_chunks(vectors, table, bias, teacher, labels, static, cotangents)
 
-    metrics, (of_vectors, *of_factors) = jax.vmap(forward)(vectors, labels)
-    sums = jax.tree.map(_sum_over_devices, of_factors)
-    return jax.tree.map(jnp.sum, metrics), (of_vectors, *sums)
+    sums, gradients = jax.vmap(differentiate)(vectors, labels)
+    of_vectors, *of_factors, of_weights = gradients
+    of_factors = jax.tree.map(_sum_over_devices, of_factors)
+    return jax.tree.map(jnp.sum, sums), (of_vectors, *of_factors, of_weights)
+
+
+_make_differentiable(_sum_over_shards, _differentiate_shards)
 
 
 def _sum_over_devices(gradient):
@@ -258,9 +306,6 @@ def _sum_over_devices(gradient):
     if gradient.ndim == 3:
         sums = constrain(sums, "lookup_batch", "vocabulary", "lookup_embed")
     return jnp.sum(sums, axis=0)
-
-
-_sum_over_shards.defvjp(_forward_of_shards, _backward)
 
 
 def _computed_tables(table, bias, teacher, dtype, static):
@@ -299,49 +344,81 @@ def _logits(vectors, factors, scale, by_rows):
     )
     if bias is not None:
         logits = logits + (bias if by_rows else bias[:, None])
-    logits = logits * scale
+    factor, cap = scale
+    logits = soft_cap(logits * factor, cap)
     return logits.astype(vectors.dtype) if by_rows else logits
 
 
-def _metrics_and_gradients(vectors, tables, labels, static, num_classes):
-    """The sums of a chunk in the order of `ChunkedSums`, and a gradient.
+def _sums_and_gradients(vectors, tables, labels, static, num_classes, cotangents):
+    """The sums of a chunk in the order of `CrossEntropyOptions.sums`, and two gradients.
 
-    The gradient is that with respect to the products of vectors and table, before they are scaled.
+    The gradients are those of the mixture of the sums with factors `cotangents`, by name: with
+    respect to the products of vectors and table, before they are scaled, and to the weights.
     """
     factors, of_teacher = tables
     targets, weights, teacher_vectors = labels
     options, by_rows = static.options, static.by_rows
     logits = _logits(vectors, factors, static.scale, by_rows)
     predict = _of_rows if by_rows else _of_columns
-    loss, correct, gradients, chunk = predict(logits, targets, weights, options, num_classes)
-    if options.weight != 1:
-        gradients = options.weight * gradients
-    sums: tuple[Array, ...] = loss, correct
+    losses, correct, of_logits, chunk = predict(logits, targets, weights, options, num_classes)
+    values = {"loss": losses, "correct": correct.astype(losses.dtype)}
+    gradients = {"loss": of_logits}
+    in_objective = {"loss": options.term.loss_weight if options.term else 1.0}
     if options.term is not None:
         if of_teacher is not None:
             teacher_vectors = teacher_vectors.astype(vectors.dtype)
             teacher_logits = _logits(teacher_vectors, of_teacher, static.teacher_scale, by_rows)
             chunk = chunk._replace(teacher_logits=teacher_logits.astype(weights.dtype))
-        term, of_logits = options.term(chunk)
-        gradients = gradients + options.term.weight * of_logits
-        objective = options.weight * loss + options.term.weight * term
-        sums = objective, correct, loss, term
-    factor = static.scale * weights
-    return sums, gradients * (factor[:, None] if by_rows else factor)
+        each, gradients["term"] = options.term(chunk)
+        # A term of two predictions has one value for both.
+        values["term"] = jnp.pad(each, (0, len(weights) - len(each)))
+        in_objective["term"] = options.term.weight
+    if options.z_loss:
+        # The difference is the same for all classes.
+        logarithms = jnp.take(chunk.logits - chunk.log_probabilities, 0, chunk.axis)
+        values["z_loss"] = jnp.square(logarithms)
+        gradients["z_loss"] = 2 * jnp.expand_dims(logarithms, chunk.axis) * chunk.probabilities
+        in_objective["z_loss"] = options.z_loss
+
+    sums = {name: jnp.sum(each * weights) for name, each in values.items()}
+    sums["objective"] = _mixture(in_objective, sums, losses[0])
+    mixed = dict(cotangents)
+    if "objective" in mixed:
+        of_objective = mixed.pop("objective")
+        for name, factor in in_objective.items():
+            mixed[name] = mixed.get(name, 0.0) + factor * of_objective
+    of_products = _mixture(mixed, gradients, of_logits)
+    scale, cap = static.scale
+    if cap:
+        of_products = of_products * (1 - jnp.square(chunk.logits / cap))
+    factor = scale * weights
+    of_products = of_products * (factor[:, None] if by_rows else factor)
+    of_weights = _mixture(mixed, values, losses)
+    return tuple(sums[name] for name in options.sums), of_products, of_weights
+
+
+def _mixture(factors, arrays, like):
+    """The sum of the arrays that have a factor, multiplied by it: an array like `like`."""
+    terms = [
+        arrays[name] if isinstance(factor, float) and factor == 1 else factor * arrays[name]
+        for name, factor in factors.items()
+        if name in arrays
+    ]
+    return functools.reduce(jnp.add, terms) if terms else jnp.zeros_like(like)
 
 
 def _of_columns(logits, targets, weights, options, num_classes):
-    """Loss, correct predictions, gradient and chunk of logits [V, N]."""
-    loss, _ = label_smoothed_cross_entropy(
-        logits, targets, weights, options.smoothing, options.convention, options.pad_id, axis=0
+    """Losses [N], correct predictions [N], their gradient, and the chunk of logits [V, N]."""
+    losses = token_losses(
+        logits, targets, options.smoothing, options.convention, options.pad_id, axis=0
     )
-    correct, _ = accuracy(logits, targets, weights, axis=0)
+    correct = is_correct(logits, targets, axis=0)
     classes = jnp.arange(num_classes, dtype=targets.dtype)[:, None]
     probabilities = jax.nn.softmax(logits, axis=0)
     gradients = _less_label(probabilities, classes, targets, options, num_classes)
     log_probabilities = jax.nn.log_softmax(logits, axis=0)
     chunk = Chunk(logits, None, probabilities, log_probabilities, weights, None, axis=0)
-    return loss, correct, gradients, chunk
+    return losses, correct, gradients, chunk
 
 
 def _of_rows(logits, targets, weights, options, num_classes):
@@ -367,14 +444,12 @@ def _of_rows(logits, targets, weights, options, num_classes):
     losses = highest + jnp.log(exponentials) - label.expected_logit(target, total) - label.entropy
     if convention == "non_pad_kl":
         losses = jnp.where(targets[:, 0] == pad_id, 0, losses)
-    loss = jnp.sum(losses * weights)
-    correct = jnp.sum(jnp.where(target >= highest, weights, 0))
     probabilities = jnp.exp(logits - highest[:, None]) / exponentials[:, None]
     probabilities = jnp.where(is_class, probabilities, 0)
     gradients = _less_label(probabilities, classes, targets, options, num_classes)
     log_probabilities = logits - (highest + jnp.log(exponentials))[:, None]
     chunk = Chunk(logits, is_class, probabilities, log_probabilities, weights, None, axis=1)
-    return loss, correct, gradients, chunk
+    return losses, target >= highest, gradients, chunk
 
 
 def _merged_sums(left, right):

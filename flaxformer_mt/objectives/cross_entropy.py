@@ -61,10 +61,10 @@ def cross_entropy(
     smoothing: float = 0.0,
     convention: Convention = "uniform",
     term: Term | None = None,
-    weight: float = 1.0,
+    z_loss: float = 0.0,
     teacher: tuple[TransformerConfig | nn.Module, Params] | None = None,
 ) -> Sums:
-    """Computes the label-smoothed cross-entropy of a batch; its logits are never in memory.
+    r"""Computes the label-smoothed cross-entropy of a batch; its logits are never in memory.
 
         def loss(params):
             sums = fmt.cross_entropy(config, params, batch, key, smoothing=0.1)
@@ -79,22 +79,26 @@ def cross_entropy(
       key: of dropout; None = no dropout.
       smoothing: the probability moved from the target to other tokens, in [0, 1).
       convention: which ones, and what is reported: the row of the table of `token_losses`.
-      term: added to the cross-entropy, see `RDrop` and `Distillation`.
-      weight: the factor of the cross-entropy itself.
+      term: added to the cross-entropy, see `RDrop` and `Distillation`; it sets the factors of both.
+      z_loss: the factor of :math:`\log^2 \sum_k e^{z_k}`, which keeps logits small (Shazeer et al.
+        2018; PaLM: 1e-4).
       teacher: another model and its parameters, if the term reads its predictions: it is computed
         without dropout, and has no gradient.
 
     Returns:
       The sums over the target tokens, with the metrics "loss" (the cross-entropy alone) and
-      "accuracy", the means of both passes if the term has two; that of the term by its name; and
-      "flops_per_target_token", see `training_flops`.
+      "accuracy", the means of both passes if the term has two; that of the term by its name;
+      "z_loss", without its factor; and "flops_per_target_token", see `training_flops`. All sums are
+      differentiable with respect to the parameters and to `decoder_loss_weights`; a gradient of a
+      metric costs a second pass over the vocabulary.
     """
     module = as_module(model)
     passes = term.passes if term else 1
     # A row and its copy are neighbors, and therefore on the same device.
     rows = jax.tree.map(functools.partial(jnp.repeat, repeats=passes, axis=0), batch)
     factors = apply_to_batch(module, params, rows, key, project=False)
-    options = CrossEntropyOptions(smoothing, convention, module.config.pad_id, weight, term)
+    pad_id = module.config.pad_id
+    options = CrossEntropyOptions(smoothing, convention, pad_id, term, z_loss)
     of_teacher = None
     if teacher is not None:
         other, frozen = teacher
@@ -131,4 +135,6 @@ def sums_of_factors(
     }
     if term is not None and sums.term is not None:
         metrics[term.name] = (sums.term, tokens)
+    if sums.z_loss is not None:
+        metrics["z_loss"] = (sums.z_loss / passes, tokens)
     return Sums(sums.objective, tokens, tokens, metrics)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from flaxformer_mt.errors import UserError
 from flaxformer_mt.objectives.chunked import Chunk
 
 
@@ -29,14 +30,22 @@ class Distillation:
     passes: int = 1
     name: str = "distillation"
 
+    @property
+    def loss_weight(self) -> float:
+        """The factor of the cross-entropy."""
+        return 1 - self.weight
+
     def __call__(self, chunk: Chunk) -> tuple[Array, Array]:
         """Implements `chunked.Term`."""
-        assert chunk.teacher_logits is not None, "distillation needs a teacher"
+        if chunk.teacher_logits is None:
+            raise UserError(
+                "distillation needs a teacher: give cross_entropy teacher=(CONFIG, PARAMS)"
+            )
         log_p = self._log_probabilities(chunk.teacher_logits, chunk)
         log_q = self._log_probabilities(chunk.logits, chunk)
         p = jnp.exp(log_p)
         divergences = self.temperature**2 * jnp.sum(p * (log_p - log_q), chunk.axis)
-        return jnp.sum(divergences * chunk.weights), self.temperature * (jnp.exp(log_q) - p)
+        return divergences, self.temperature * (jnp.exp(log_q) - p)
 
     def _log_probabilities(self, logits: Array, chunk: Chunk) -> Array:
         logits = logits / self.temperature

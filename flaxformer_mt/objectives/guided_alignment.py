@@ -29,6 +29,7 @@ def guided_alignment(
     layer: int = -1,
     smoothing: float = 0.0,
     convention: Convention = "uniform",
+    z_loss: float = 0.0,
 ) -> Sums:
     r"""Computes the cross-entropy plus `weight` times the alignment loss of each linked token.
 
@@ -47,17 +48,19 @@ def guided_alignment(
       layer: the decoder layer whose attention is trained, from 0; negative counts from the last.
       smoothing: of the labels.
       convention: of smoothing.
+      z_loss: as for `cross_entropy`.
 
     Returns:
       The sums of `cross_entropy`, and the metric "alignment": the alignment loss per linked token.
     """
     if batch.alignment is None:
-        return cross_entropy(model, params, batch, key, smoothing=smoothing, convention=convention)
+        options = {"smoothing": smoothing, "convention": convention, "z_loss": z_loss}
+        return cross_entropy(model, params, batch, key, **options)
     module = as_module(model)
     factors, attention = apply_to_batch(
         module, params, batch, key, project=False, return_attention="cross"
     )
-    options = CrossEntropyOptions(smoothing, convention, module.config.pad_id)
+    options = CrossEntropyOptions(smoothing, convention, module.config.pad_id, z_loss=z_loss)
     sums = sums_of_factors(module.config, batch, factors, options, rows=batch)
     loss, linked = alignment_loss(attention.decoder_cross[layer], batch)
     metrics = {**sums.metrics, "alignment": (loss, linked)}

@@ -101,10 +101,15 @@ def accuracy(
 
     Arguments and results as of `label_smoothed_cross_entropy`.
     """
-    # The loss has computed the maximum; an argmax would be one more pass over the logits.
-    correct = _target_logits(logits, targets, axis) >= jnp.max(logits, axis)
     weights = jnp.asarray(weights, at_least_float32(logits.dtype))
+    correct = is_correct(logits, targets, axis)
     return jnp.sum(jnp.where(correct, weights, 0)), jnp.sum(weights)
+
+
+def is_correct(logits: Array, targets: ArrayLike, axis: int = -1) -> Array:
+    """Returns where no class has a higher logit than the target, bool [B, T]."""
+    # The loss has computed the maximum; an argmax would be one more pass over the logits.
+    return _target_logits(logits, targets, axis) >= jnp.max(logits, axis)
 
 
 class Label(NamedTuple):

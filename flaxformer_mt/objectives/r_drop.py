@@ -28,6 +28,7 @@ class RDrop:
 
     weight: float
     """alpha; 5 is usual for translation."""
+    loss_weight: float = 1.0
     passes: int = 2
     name: str = "r_drop"
 
@@ -39,7 +40,7 @@ class RDrop:
             for array in (chunk.probabilities, chunk.log_probabilities)
         )
         each, *of_logits = divergence(p, q, log_p - log_q, axis)
-        return jnp.sum(each * chunk.weights[: len(each)]), jnp.concatenate(of_logits, 1 - axis)
+        return each, jnp.concatenate(of_logits, 1 - axis)
 
 
 def divergence(p: Array, q: Array, log_ratio: Array, axis: int) -> tuple[Array, Array, Array]:

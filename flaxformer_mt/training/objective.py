@@ -31,6 +31,7 @@ def make_objective(
     options: dict[str, Any] = {
         "smoothing": config.label_smoothing,
         "convention": config.label_smoothing_convention,
+        "z_loss": config.z_loss,
     }
     if config.guided_alignment_weight:
         options["weight"] = config.guided_alignment_weight
@@ -41,9 +42,7 @@ def make_objective(
     if config.r_drop:
         options["term"] = RDrop(config.r_drop)
     elif config.teacher:
-        weight = config.distillation_weight
-        options["term"] = Distillation(weight, config.distillation_temperature)
-        options["weight"] = 1 - weight
+        options["term"] = Distillation(config.distillation_weight, config.distillation_temperature)
     return lambda params, batch, key, frozen: cross_entropy(
         model, params, batch, key, teacher=None if teacher is None else (teacher, frozen), **options
     )

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import flaxformer_mt as fmt
 from flaxformer_mt.model.transformer import OutputFactors
 from flaxformer_mt.objectives import chunked
 from flaxformer_mt.objectives.chunked import CrossEntropyOptions, chunked_cross_entropy
@@ -140,7 +141,7 @@ def test_the_chunked_loss_with_distillation_is_the_formula_of_all_logits(
 
     def in_parts(max_logits, *factors):
         term = Distillation(weight, temperature)
-        options = CrossEntropyOptions(0.1, "uniform", PAD, weight=1 - weight, term=term)
+        options = CrossEntropyOptions(0.1, "uniform", PAD, term=term)
         sums = chunked_cross_entropy(
             OutputFactors(*factors, 0.3), targets, weights, options, teacher, max_logits
         )
@@ -153,6 +154,81 @@ def test_the_chunked_loss_with_distillation_is_the_formula_of_all_logits(
     for max_logits in (1, 4 * 3 * 11, 0):
         found = with_gradients(functools.partial(in_parts, max_logits))
         chex.assert_trees_all_close(found, expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("term", [Distillation(0.3, 2.5), RDrop(5.0)], ids=lambda term: term.name)
+def test_every_sum_is_differentiable_with_respect_to_every_input(float64, platform, term):
+    """The gradient of a random mixture of all sums is that of their formulas on all logits."""
+    random = np.random.default_rng(0)
+    vectors, table, bias = (
+        jnp.asarray(random.normal(size=size)) for size in ((4, 6, 5), (11, 5), (11,))
+    )
+    teacher = OutputFactors(
+        *(jnp.asarray(random.normal(size=size)) for size in ((4, 6, 7), (11, 7))), None, 1.7
+    )
+    targets = jnp.asarray(random.integers(0, 11, (4, 6)), jnp.int32)
+    weights = jnp.asarray(random.random((4, 6)))
+    if term.passes == 2:
+        targets, weights = (jnp.repeat(x[:2], 2, axis=0) for x in (targets, weights))
+    mixture = random.normal(size=6)
+
+    def capped(logits, cap):
+        return cap * jnp.tanh(logits / cap)
+
+    def whole(vectors, table, bias, weights):
+        logits = capped((vectors @ table.T + bias) * 0.3, 2.0)
+        loss, total = label_smoothed_cross_entropy(logits, targets, weights, 0.1)
+        correct, _ = accuracy(logits, targets, weights)
+        if term.passes == 2:
+            p, q = jax.nn.softmax(logits[::2]), jax.nn.softmax(logits[1::2])
+            each = jnp.sum((p - q) * jnp.log(p / q), axis=-1) / 2
+            of_term = jnp.sum(each * weights[::2])
+        else:
+            log_p = jax.nn.log_softmax(teacher.vectors @ teacher.table.T * teacher.scale / 2.5)
+            log_q = jax.nn.log_softmax(logits / 2.5)
+            each = 2.5**2 * jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
+            of_term = jnp.sum(each * weights)
+        z_loss = jnp.sum(jax.nn.logsumexp(logits, axis=-1) ** 2 * weights)
+        objective = term.loss_weight * loss + term.weight * of_term + 0.2 * z_loss
+        return objective, loss, correct, total, of_term, z_loss
+
+    def in_chunks(vectors, table, bias, weights):
+        factors = OutputFactors(vectors, table, bias, 0.3, 2.0)
+        options = CrossEntropyOptions(0.1, "uniform", PAD, term, z_loss=0.2)
+        return chunked_cross_entropy(factors, targets, weights, options, teacher, 4 * 3 * 11)
+
+    def differentiated(function, *factors):
+        def mixed(*inputs):
+            sums = jnp.stack(function(*inputs))
+            return jnp.sum(jnp.stack(factors) * sums), sums
+
+        gradient = jax.jit(jax.value_and_grad(mixed, (0, 1, 2, 3), has_aux=True))
+        return gradient(vectors, table, bias, weights)
+
+    for factors in (mixture, np.eye(6)[0]):
+        ours, theirs = (differentiated(each, *factors) for each in (in_chunks, whole))
+        chex.assert_trees_all_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_gradients_of_metrics_are_those_of_finite_differences(float64):
+    config = fmt.TransformerConfig(
+        source_vocab_size=7, target_vocab_size=7, d_model=4, num_heads=2, d_ff=4,
+        num_encoder_layers=1, num_decoder_layers=1, dtype="float64", param_dtype="float64",
+    )  # fmt: skip
+    params = fmt.init(config, jax.random.key(0))
+    tokens, weights = jnp.array([[3, 4, 5, 2]]), jnp.array([[1.0, 0.5, 2.0, 1.0]])
+
+    def metrics(table, weights):
+        ids, positions = jnp.ones_like(tokens), jnp.arange(4)[None]
+        inputs = tokens, jnp.roll(tokens, 1), tokens, weights
+        batch = fmt.Batch(*inputs, ids, ids, positions, positions)
+        given = {**params, "target_embedding": {"embedding": table}}
+        sums = fmt.cross_entropy(config, given, batch, smoothing=0.1, z_loss=0.1)
+        return sums.loss, sums.weight, sums.tokens, *jax.tree.leaves(sums.metrics)
+
+    table = params["target_embedding"]["embedding"]
+    jax.test_util.check_grads(jax.jit(metrics), (table, weights), order=1, modes=["rev"])
 
 
 def test_the_chunked_loss_never_holds_all_logits(platform):
