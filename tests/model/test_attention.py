@@ -176,3 +176,43 @@ def test_what_cannot_be_registered(kinds):
         attention.register_attention("own")(print)
     with pytest.raises(UserError, match="attention_backend=pallas_gpu computes dot products only"):
         TransformerConfig(attention_kind="own", attention_backend="pallas_gpu")
+
+
+@pytest.mark.parametrize("norm_kind", ["layer_norm", "rms"])
+def test_query_key_norm_and_capped_scores_are_their_formulas(float64, norm_kind):
+    config = TransformerConfig(
+        d_model=8, num_heads=4, num_kv_heads=2, head_dim=6, norm_kind=norm_kind, norm_epsilon=1e-3,
+        query_key_norm=True, score_cap=0.7, dtype="float64", param_dtype="float64",
+    )  # fmt: skip
+    random = np.random.default_rng(0)
+    x, y = (jnp.asarray(random.normal(size=size)) for size in ((2, 3, 8), (2, 5, 8)))
+    mask = jnp.asarray(random.random((2, 1, 3, 5)) < 0.7)
+    module = MultiHeadAttention(config)
+    shapes = jax.eval_shape(lambda: module.init(jax.random.key(0), x, y, mask, True))["params"]
+    params = jax.tree.map(lambda leaf: random.normal(size=leaf.shape), shapes)
+
+    def projected(name, inputs, heads):
+        products = inputs @ params[name]["kernel"] + params[name]["bias"]
+        z = products.reshape(2, -1, heads, 6).swapaxes(1, 2)
+        if name == "value":
+            return np.repeat(z, 4 // heads, axis=1)
+        norm = params[f"{name}_norm"]
+        if norm_kind == "layer_norm":
+            z = z - z.mean(-1, keepdims=True)
+        z = z / np.sqrt((z**2).mean(-1, keepdims=True) + 1e-3)
+        return np.repeat(z * norm["scale"] + norm.get("bias", 0.0), 4 // heads, axis=1)
+
+    q, k, v = projected("query", x, 4), projected("key", y, 2), projected("value", y, 2)
+    scores = 0.7 * np.tanh(q @ k.swapaxes(-1, -2) / np.sqrt(6) / 0.7)
+    weights = np.where(mask, np.exp(scores), 0)
+    weights /= np.maximum(weights.sum(-1, keepdims=True), 1e-300)
+    context = (weights @ v).swapaxes(1, 2).reshape(2, 3, -1)
+    expected = context @ params["output"]["kernel"] + params["output"]["bias"]
+
+    def attend(params):
+        return module.apply({"params": params}, x, y, mask, True)[0]
+
+    np.testing.assert_allclose(jax.jit(attend)(params), expected, rtol=0, atol=1e-12)
+    # After the norm, a bias of the keys no longer cancels in the softmax.
+    gradient = jax.jit(jax.grad(lambda params: jnp.sum(attend(params) ** 2)))(params)
+    assert np.abs(gradient["key"]["bias"]).max() > 1e-3

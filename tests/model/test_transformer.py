@@ -46,6 +46,9 @@ CONFIGS = {
     "language model": dataclasses.replace(TINY, has_inputs=False),
     "recurrent": dataclasses.replace(TINY, decoder_kind="ssru"),
     "unrolled": dataclasses.replace(TINY, scan_layers=False),
+    "capped": dataclasses.replace(
+        TINY, query_key_norm=True, score_cap=2.0, logit_cap=3.0, position_kind="rotary"
+    ),
     "own attention": dataclasses.replace(TINY, attention_kind="cosine"),
 }
 SLOW = pytest.mark.slow
@@ -96,7 +99,7 @@ def check_cached_steps(config, tolerance):
         chex.assert_trees_all_close(logits[:, 1], full[:, position], rtol=0, atol=tolerance)
 
 
-@pytest.mark.slow_except("recurrent")
+@pytest.mark.slow_except("recurrent", "capped")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=SLOW) if name in OF_BOTH_PASSES else name for name in CONFIGS]
 )
