@@ -21,6 +21,9 @@ from flaxformer_mt.model.functional import apply as apply
 from flaxformer_mt.model.functional import fused_attention as fused_attention
 from flaxformer_mt.model.functional import init as init
 from flaxformer_mt.model.functional import residual_norm as residual_norm
+from flaxformer_mt.model.layers import FeedForward as FeedForward
+from flaxformer_mt.model.layers import register_feed_forward as register_feed_forward
+from flaxformer_mt.model.numerics import masked_softmax as masked_softmax
 from flaxformer_mt.model.transformer import Transformer as Transformer
 from flaxformer_mt.objectives.cross_entropy import Sums as Sums
 from flaxformer_mt.objectives.cross_entropy import cross_entropy as cross_entropy

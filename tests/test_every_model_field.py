@@ -33,7 +33,7 @@ from flaxformer_mt.interop.formats.bundle import ModelBundle, experiment
 from flaxformer_mt.interop.formats.hub_families import HUB_FAMILIES
 from flaxformer_mt.interop.weight_maps import validation
 from flaxformer_mt.interop.weight_maps.mapping import by_path, model_params
-from flaxformer_mt.model import attention
+from flaxformer_mt.model import attention, layers
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.objectives.flops import Work, training_flops
 
@@ -93,6 +93,7 @@ CHANGES = {
     "relative_position_sharing": [{"relative_position_sharing": "layer"} | RELATIVE],
     "max_length": [{"max_length": 20, "position_kind": "learned"}],
     "attention_kind": [{"attention_kind": "sharper"}],
+    "feed_forward_kind": [{"feed_forward_kind": "wider"}],
     "scale_scores": [{"scale_scores": False}],
     "query_key_norm": [{"query_key_norm": True}, {"query_key_norm": True, "norm_kind": "rms"}],
     "score_cap": [{"score_cap": 1.5}],
@@ -138,8 +139,8 @@ WITHOUT_PRODUCTS = NOT_COMPUTED | {
     "output_bias", "activation", "position_kind", "position_layout", "position_exponent",
     "position_base", "position_offset", "relative_position_buckets",
     "relative_position_max_distance", "relative_position_sharing", "max_length",
-    "attention_kind", "query_key_norm", "score_cap", "logit_cap", "scale_scores",
-    "scale_embeddings", "scale_logits", "tie_embeddings",
+    "attention_kind", "feed_forward_kind", "query_key_norm", "score_cap", "logit_cap",
+    "scale_scores", "scale_embeddings", "scale_logits", "tie_embeddings",
     "zero_pad_embeddings", "mask_target_padding", "pad_id", "bos_id", "eos_id",
 }  # fmt: skip
 """Fields that do not change the FLOPs: more heads of a model of the same width are narrower."""
@@ -157,7 +158,14 @@ def registered(monkeypatch):
         def attend(self, query, *arguments):
             return super().attend(2 * query, *arguments)
 
-    monkeypatch.setattr(attention, "_KINDS", attention._KINDS | {"sharper": Sharper})
+    class Wider(layers.FeedForward):
+        def __call__(self, x, *arguments):
+            return super().__call__(2 * x, *arguments)
+
+    classes = attention.ATTENTION.classes | {"sharper": Sharper}
+    monkeypatch.setattr(attention.ATTENTION, "classes", classes)
+    classes = layers.FEED_FORWARD.classes | {"wider": Wider}
+    monkeypatch.setattr(layers.FEED_FORWARD, "classes", classes)
 
 
 def test_every_field_has_changes():

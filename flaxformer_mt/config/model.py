@@ -18,6 +18,8 @@ from flaxformer_mt.memory_limits import host_memory, require_memory
 
 DOT_PRODUCT = "dot_product"
 """The `attention_kind` of the paper."""
+DENSE = "dense"
+"""The `feed_forward_kind` of the paper."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -134,7 +136,11 @@ class TransformerConfig(Checked):
 
     attention_kind: str = option(DOT_PRODUCT, FieldRole.ARCHITECTURE)
     """How queries attend to keys: dot_product, or the name of your own class that
-    flaxformer_mt.register_attention has registered (docs/python.md)."""
+    flaxformer_mt.register_attention has registered, with options if it has some: sharp(factor=3.0)
+    (docs/python.md)."""
+    feed_forward_kind: str = option(DENSE, FieldRole.SHAPES, FieldRole.ARCHITECTURE)
+    """What follows attention in each layer: dense, the feed-forward network of the paper, or your
+    own class that flaxformer_mt.register_feed_forward has registered, such as moe(experts=8)."""
     scale_scores: bool = option(True, FieldRole.ARCHITECTURE)
     """Divide the scores of attention by sqrt(K). Without it, as in T5, the initial values of the
     query projection are divided by sqrt(K) instead."""
@@ -290,7 +296,7 @@ class TransformerConfig(Checked):
     def parameter_count(self) -> int:
         """The number of scalars in all parameters; vocabulary sizes of 0 count as 0.
 
-        Those that a class of `register_attention` adds are not counted.
+        Registered classes of layers count as the built-in ones.
         """
         width, has_inputs = self.d_model, self.has_inputs
         norm = width * (1 if self.norm_kind == "rms" else 2)

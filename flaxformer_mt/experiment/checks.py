@@ -15,8 +15,9 @@ from flaxformer_mt.data.stream.batches import packed_shape
 from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.model.attention import attention_class
+from flaxformer_mt.model.attention import ATTENTION
 from flaxformer_mt.model.functional import init
+from flaxformer_mt.model.layers import FEED_FORWARD
 from flaxformer_mt.runs.folder import holds_run
 from flaxformer_mt.training.devices import make_devices, seed_key
 from flaxformer_mt.training.objective import CROSS_ENTROPY
@@ -37,7 +38,8 @@ def check_before_start(
                 f"model.{name}=float64: JAX computes in float32 unless the environment has "
                 "JAX_ENABLE_X64=1"
             )
-    attention_class(config.model)
+    ATTENTION.of(config.model.attention_kind)
+    FEED_FORWARD.of(config.model.feed_forward_kind)
     make_devices(config)
     make_schedule(config.optimizer, config.model.d_model, config.train.num_steps)
     packed_shape(config)

@@ -2,9 +2,8 @@
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar, cast
+from typing import NamedTuple, cast
 
-import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jax import Array
@@ -12,7 +11,6 @@ from jaxtyping import Bool, Float
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.config.model import DOT_PRODUCT
-from flaxformer_mt.errors import UserError
 from flaxformer_mt.model import logical_axes
 from flaxformer_mt.model.kernels import fused_attention as kernels
 from flaxformer_mt.model.kernels.packed_projections import packed_attention
@@ -21,6 +19,7 @@ from flaxformer_mt.model.linear import dense, to_residual
 from flaxformer_mt.model.masks import Mask, Visibility, dense_mask
 from flaxformer_mt.model.normalization import Norm
 from flaxformer_mt.model.numerics import Dropout, at_least_float32, masked_softmax, soft_cap
+from flaxformer_mt.model.registry import Class, Registry
 
 
 class KeyValue(NamedTuple):
@@ -281,48 +280,26 @@ class MultiHeadAttention(nn.Module):
         return to_residual(self.output, joined, add_bias), weights
 
 
-_KINDS: dict[str, type[MultiHeadAttention]] = {DOT_PRODUCT: MultiHeadAttention}
-_Kind = TypeVar("_Kind", bound=type[MultiHeadAttention])
+ATTENTION = Registry("attention_kind", "register_attention", DOT_PRODUCT, MultiHeadAttention)
 
 
-def register_attention(name: str) -> Callable[[_Kind], _Kind]:
+def register_attention(name: str) -> Callable[[Class], Class]:
     """Decorator that registers a custom attention class as a value of `attention_kind`.
 
         @register_attention("sharp")
         class SharpAttention(MultiHeadAttention):
+            factor: float = 2.0
+
             def attend(self, query, key, value, mask, bias, deterministic):
-                return super().attend(2 * query, key, value, mask, bias, deterministic)
+                return super().attend(self.factor * query, key, value, mask, bias, deterministic)
 
     All attention of a model with `attention_kind="sharp"` is of this class, which may also add
-    parameters in its `setup`. A run folder records the name only, and no code, so a program that
-    uses the run imports the file with the class first. Registering a name again replaces the class.
+    parameters in its `setup`. Its fields are options, as in `attention_kind="sharp(factor=3.0)"`.
+    A run folder records the name and the options, and no code, so a program that uses the run
+    imports the file with the class first. Registering a name again replaces the class.
 
     Raises:
       TypeError: the name is not a string, or the class is not a subclass of `MultiHeadAttention`.
       UserError: the name is that of the built-in attention.
     """
-    if not isinstance(name, str):
-        raise TypeError(f"the name of an attention must be a string, not {type(name).__name__}")
-    if name == DOT_PRODUCT:
-        raise UserError(f"{name} is the built-in attention: give yours another name")
-
-    def register(kind: _Kind) -> _Kind:
-        if not (isinstance(kind, type) and issubclass(kind, MultiHeadAttention)):
-            raise TypeError(f"{name} must be a subclass of MultiHeadAttention")
-        if name in _KINDS:
-            jax.clear_caches()  # Compiled programs are found by the configuration.
-        _KINDS[name] = kind
-        return kind
-
-    return register
-
-
-def attention_class(config: TransformerConfig) -> type[MultiHeadAttention]:
-    """Returns the class of a model's attention; raises UserError if it is not registered."""
-    kind = config.attention_kind
-    if kind not in _KINDS:
-        raise UserError(
-            f"model.attention_kind={kind} is not registered: import the file that calls "
-            f"register_attention({kind!r}) first; registered are {', '.join(_KINDS)}"
-        )
-    return _KINDS[kind]
+    return ATTENTION.register(name)

@@ -5,19 +5,21 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast
 
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.model.attention import KeyValue, attention_class
+from flaxformer_mt.config.model import DENSE
+from flaxformer_mt.model.attention import ATTENTION, KeyValue
 from flaxformer_mt.model.cache import KeyValueCache, LayerState, RecurrentState
 from flaxformer_mt.model.kernels.products import Biased, Shared
 from flaxformer_mt.model.linear import dense, to_residual
 from flaxformer_mt.model.logical_axes import constrain
-from flaxformer_mt.model.masks import Mask
+from flaxformer_mt.model.masks import Mask, Visibility
 from flaxformer_mt.model.normalization import Norm, NormOutputs, residual
-from flaxformer_mt.model.numerics import Dropout
+from flaxformer_mt.model.numerics import Dropout, at_least_float32
 from flaxformer_mt.model.positions import (
     AttentionPositions,
     bias_and_transform,
@@ -25,7 +27,8 @@ from flaxformer_mt.model.positions import (
     with_shared_bias,
 )
 from flaxformer_mt.model.recurrence import SSRU
-from flaxformer_mt.model.stack import layer_variables, stack
+from flaxformer_mt.model.registry import Class, Registry
+from flaxformer_mt.model.stack import LOSSES, layer_variables, stack
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "relu": jax.nn.relu,
@@ -55,8 +58,21 @@ class FeedForward(nn.Module):
         self.dropout = Dropout(c.activation_dropout_rate)
 
     def __call__(
-        self, x: Float[Array, "B T D"], deterministic: bool, add_bias: bool = True
+        self,
+        x: Float[Array, "B T D"],
+        deterministic: bool,
+        add_bias: bool = True,
+        is_token: Bool[Array, "B T"] | None = None,
     ) -> Float[Array, "B T D"] | Biased:
+        """Maps each position by itself; custom networks (`register_feed_forward`) override this.
+
+        Args:
+          x: the inputs; in decoding, T = W hypotheses of one token each.
+          deterministic: no dropout.
+          add_bias: False leaves the bias of the output to be added: a `Biased` is returned. A
+            network that has none returns an array all the same.
+          is_token: False in padding; None = all are tokens.
+        """
         shared = Shared.of(x, self.config.d_ff)
         hidden = constrain(self.hidden(shared), "batch", "length", "hidden")
         hidden = ACTIVATIONS[self.config.activation](hidden)
@@ -65,18 +81,51 @@ class FeedForward(nn.Module):
         hidden = self.dropout(hidden, deterministic)
         return to_residual(self.output, hidden, add_bias)
 
+    def add_loss(self, name: str, value: Array) -> None:
+        """Adds a loss to the objective, such as one that balances the load of experts.
+
+        `value` is a sum over the tokens of the call, times a weight: like all losses, it is divided
+        by the number of target tokens in the whole batch. `cross_entropy` reports the sum over all
+        layers as the metric `name`.
+        """
+        value = value.astype(at_least_float32(value.dtype))
+        self.sow(LOSSES, name, value, init_fn=lambda: jnp.zeros_like(value), reduce_fn=jnp.add)
+
+
+FEED_FORWARD = Registry("feed_forward_kind", "register_feed_forward", DENSE, FeedForward)
+
+
+def register_feed_forward(name: str) -> Callable[[Class], Class]:
+    """Decorator that registers a custom feed-forward network as a value of `feed_forward_kind`.
+
+        @register_feed_forward("wide")
+        class Wide(FeedForward):
+            factor: float = 2.0
+
+            def __call__(self, x, deterministic, add_bias=True, is_token=None):
+                return super().__call__(self.factor * x, deterministic, add_bias, is_token)
+
+    Fields of the class are options, `feed_forward_kind="wide(factor=3.0)"`; see
+    `register_attention`. `examples/mixture_of_experts.py` has a router with a loss of its own.
+
+    Raises:
+      TypeError: the name is not a string, or the class is not a subclass of `FeedForward`.
+      UserError: the name is that of the built-in network.
+    """
+    return FEED_FORWARD.register(name)
+
 
 class _Layer(nn.Module):
     config: TransformerConfig
 
     def _create_self_attention(self, *, bidirectional: bool) -> None:
         c = self.config
-        self.self_attention = attention_class(c)(c)
+        self.self_attention = ATTENTION.of(c.attention_kind)(c)
         self.self_attention_norm = Norm(c)
         self.position_bias = position_bias(c, bidirectional=bidirectional, shared=False)
 
     def _create_feed_forward(self) -> None:
-        self.feed_forward = FeedForward(self.config)
+        self.feed_forward = FEED_FORWARD.of(self.config.feed_forward_kind)(self.config)
         self.feed_forward_norm = Norm(self.config)
         self.dropout = Dropout(self.config.dropout_rate)
 
@@ -96,9 +145,11 @@ class _Layer(nn.Module):
 
         return self._residual(x, attend, self.self_attention_norm, deterministic)
 
-    def _feed_forward(self, x: Array | NormOutputs, deterministic: bool) -> Array:
+    def _feed_forward(self, x: Array | NormOutputs, mask: Mask, deterministic: bool) -> Array:
+        is_token = mask.is_token if isinstance(mask, Visibility) else None
+
         def feed_forward(y: Array, add_bias: bool) -> tuple[Array | Biased, None]:
-            return self.feed_forward(y, deterministic, add_bias), None
+            return self.feed_forward(y, deterministic, add_bias, is_token), None
 
         y, _ = self._residual(x, feed_forward, self.feed_forward_norm, deterministic, is_last=True)
         return constrain(y, "batch", "length", "embed")
@@ -123,7 +174,7 @@ class EncoderLayer(_Layer):
         return_attention: bool,
     ) -> tuple[Float[Array, "B S D"], Float[Array, "B H S S"] | None]:
         y, weights = self._attend_to_itself(x, mask, positions, deterministic, return_attention)
-        return self._feed_forward(y, deterministic), weights if return_attention else None
+        return self._feed_forward(y, mask, deterministic), weights if return_attention else None
 
 
 class DecoderLayer(_Layer):
@@ -141,7 +192,7 @@ class DecoderLayer(_Layer):
         else:
             self._create_self_attention(bidirectional=False)
         if c.has_inputs:
-            self.cross_attention = attention_class(c)(c)
+            self.cross_attention = ATTENTION.of(c.attention_kind)(c)
             self.cross_attention_norm = Norm(c)
         self._create_feed_forward()
 
@@ -176,7 +227,7 @@ class DecoderLayer(_Layer):
                 x, self_mask, positions, deterministic, return_attention is True
             )
         x, cross_weights = self._after_self_attention(
-            y, encoded, cross_mask, deterministic, bool(return_attention)
+            y, encoded, self_mask, cross_mask, deterministic, bool(return_attention)
         )
         if return_attention == "cross":
             self_weights = None
@@ -210,13 +261,14 @@ class DecoderLayer(_Layer):
         else:
             x, state = self._residual(x, attend, self.self_attention_norm, True)
         # Hypotheses are on the time axis: all of them attend to the same source.
-        x, cross_weights = self._after_self_attention(x, cross, cross_mask, True, True)
+        x, cross_weights = self._after_self_attention(x, cross, None, cross_mask, True, True)
         return x, state, cross_weights
 
     def _after_self_attention(
         self,
         x: Array | NormOutputs,
         attended: Array | KeyValue | None,
+        self_mask: Mask,
         cross_mask: Mask,
         deterministic: bool,
         return_attention: bool,
@@ -238,7 +290,9 @@ class DecoderLayer(_Layer):
                 x, attend_to_encoded, self.cross_attention_norm, deterministic
             )
 
-        return self._feed_forward(x, deterministic), weights
+        # The mask of a recurrent unit does not tell tokens from padding.
+        mask = self_mask if isinstance(self_mask, Visibility) else cross_mask
+        return self._feed_forward(x, mask, deterministic), weights
 
 
 class _Stack(nn.Module):

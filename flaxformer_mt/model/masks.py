@@ -20,6 +20,8 @@ class Visibility:
     """int32 [B, Q]. Queries attend to the keys of their own segment."""
     key_segments: Array
     """int32 [B, K]. Keys of segment 0 are hidden."""
+    is_token: Array
+    """bool [B, Q], False where the query is padding."""
     causal: bool = struct.field(pytree_node=False)
     """Whether query t attends to no key after t."""
 
@@ -51,7 +53,10 @@ def visibility(
     """
     if query_segments is not None and key_segments is not None:
         mask = segment_mask(query_segments, key_segments)
+        is_token = query_segments > 0
     else:
+        # Some models start decoding with padding.
+        is_token = jnp.asarray(query_tokens != pad_id).at[:, 0].set(True)
         query_segments = jnp.ones(query_tokens.shape, jnp.int32)
         if hide_padding:
             mask = padding_mask(key_tokens, pad_id)
@@ -60,7 +65,7 @@ def visibility(
             mask = jnp.ones((1, 1, 1, 1), bool)
             key_segments = jnp.ones(key_tokens.shape, jnp.int32)
     mask = causal_mask(key_tokens.shape[1]) & mask if causal else mask
-    return Visibility(mask, query_segments, key_segments, causal)
+    return Visibility(mask, query_segments, key_segments, is_token, causal)
 
 
 def padding_mask(tokens: Int[Array, "B K"], pad_id: int) -> Bool[Array, "B 1 1 K"]:

@@ -13,6 +13,9 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.model.kernels.fused_attention import is_fused_attention
 from flaxformer_mt.model.logical_axes import mesh_platform
 
+LOSSES = "losses"
+"""The collection of what layers add to the objective."""
+
 
 def stack(
     layer: type[nn.Module],
@@ -57,7 +60,7 @@ def stack(
                 name: {
                     # "intermediates" are read by the comparison with published models; otherwise
                     # the collection is not requested, and nothing is stored.
-                    "variable_axes": {"params": 0, "intermediates": 0},
+                    "variable_axes": {"params": 0, "intermediates": 0, LOSSES: 0},
                     "split_rngs": {"params": True, "dropout": True},
                     "in_axes": in_axes,
                     "length": num_layers,

@@ -1,17 +1,20 @@
 """The objective of training: label-smoothed cross-entropy, and what is added to it."""
 
 import functools
+from collections.abc import Mapping
 from typing import Any, Protocol, TypeAlias
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax.traverse_util import flatten_dict
 from jax import Array
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.data.stream.batches import Batch
 from flaxformer_mt.model.functional import apply_to_batch, as_module
+from flaxformer_mt.model.stack import LOSSES
 from flaxformer_mt.model.transformer import OutputFactors
 from flaxformer_mt.objectives.chunked import CrossEntropyOptions, Term, chunked_cross_entropy
 from flaxformer_mt.objectives.flops import training_flops, work_of_batch
@@ -85,6 +88,8 @@ def cross_entropy(
       teacher: another model and its parameters, if the term reads its predictions: it is computed
         without dropout, and has no gradient.
 
+    Losses that layers add (`FeedForward.add_loss`) are part of the sum and are reported.
+
     Returns:
       The sums over the target tokens, with the metrics "loss" (the cross-entropy alone) and
       "accuracy", the means of both passes if the term has two; that of the term by its name;
@@ -96,14 +101,30 @@ def cross_entropy(
     passes = term.passes if term else 1
     # A row and its copy are neighbors, and therefore on the same device.
     rows = jax.tree.map(functools.partial(jnp.repeat, repeats=passes, axis=0), batch)
-    factors = apply_to_batch(module, params, rows, key, project=False)
+    factors, collections = apply_to_batch(
+        module, params, rows, key, project=False, mutable=[LOSSES]
+    )
     pad_id = module.config.pad_id
     options = CrossEntropyOptions(smoothing, convention, pad_id, term, z_loss)
     of_teacher = None
     if teacher is not None:
         other, frozen = teacher
         of_teacher = apply_to_batch(other, frozen, rows, None, project=False)
-    return sums_of_factors(module.config, batch, factors, options, rows, of_teacher)
+    sums = sums_of_factors(module.config, batch, factors, options, rows, of_teacher)
+    return with_losses_of_layers(sums, collections)
+
+
+def with_losses_of_layers(sums: Sums, collections: Mapping[str, Any]) -> Sums:
+    """Adds the losses of layers (`FeedForward.add_loss`), summed over layers, to the objective.
+
+    `collections` are those that `apply` returns with `mutable=[LOSSES]`.
+    """
+    by_name: dict[str, Array] = {}
+    for path, value in flatten_dict(collections.get(LOSSES, {})).items():
+        by_name[path[-1]] = by_name.get(path[-1], 0) + jnp.sum(value)
+    metrics = {name: (value, sums.tokens) for name, value in by_name.items()}
+    loss = functools.reduce(jnp.add, by_name.values(), sums.loss)
+    return sums.replace(loss=loss, metrics=sums.metrics | metrics)
 
 
 def sums_of_factors(

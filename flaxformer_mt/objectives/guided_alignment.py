@@ -14,8 +14,15 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.data.stream.batches import Batch
 from flaxformer_mt.model.functional import apply_to_batch, as_module
 from flaxformer_mt.model.numerics import at_least_float32
+from flaxformer_mt.model.stack import LOSSES
 from flaxformer_mt.objectives.chunked import CrossEntropyOptions
-from flaxformer_mt.objectives.cross_entropy import Params, Sums, cross_entropy, sums_of_factors
+from flaxformer_mt.objectives.cross_entropy import (
+    Params,
+    Sums,
+    cross_entropy,
+    sums_of_factors,
+    with_losses_of_layers,
+)
 from flaxformer_mt.objectives.losses import Convention
 
 
@@ -57,11 +64,12 @@ def guided_alignment(
         options = {"smoothing": smoothing, "convention": convention, "z_loss": z_loss}
         return cross_entropy(model, params, batch, key, **options)
     module = as_module(model)
-    factors, attention = apply_to_batch(
-        module, params, batch, key, project=False, return_attention="cross"
+    (factors, attention), collections = apply_to_batch(
+        module, params, batch, key, project=False, return_attention="cross", mutable=[LOSSES]
     )
     options = CrossEntropyOptions(smoothing, convention, module.config.pad_id, z_loss=z_loss)
     sums = sums_of_factors(module.config, batch, factors, options, rows=batch)
+    sums = with_losses_of_layers(sums, collections)
     loss, linked = alignment_loss(attention.decoder_cross[layer], batch)
     metrics = {**sums.metrics, "alignment": (loss, linked)}
     return dataclasses.replace(sums, loss=sums.loss + weight * loss, metrics=metrics)

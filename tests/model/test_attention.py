@@ -136,12 +136,12 @@ def test_a_key_bias_of_an_attention_of_ones_own_is_trained(kinds):
 @pytest.fixture
 def kinds(monkeypatch):
     """The registered kinds of attention, restored afterwards."""
-    monkeypatch.setattr("flaxformer_mt.model.attention._KINDS", {**attention._KINDS})
+    monkeypatch.setattr(attention.ATTENTION, "classes", {**attention.ATTENTION.classes})
 
 
 def weights_of(config):
     """The attention of a layer, by its class, of the same parameters."""
-    module = attention.attention_class(config)(config)
+    module = attention.ATTENTION.of(config.attention_kind)(config)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 8)), jnp.float32)
     variables = module.init(jax.random.key(0), x, x, None, True)
     return module.apply(variables, x, x, None, True)[1]

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from flaxformer_mt.model.logical_axes import constrain, num_parts
 
@@ -16,8 +16,8 @@ class Shared(NamedTuple):
     copies: Array | None
     """[parts, ..., fan_in], `x` for each part of the matrices; None if they are not sharded.
 
-    Only its gradient is used, instead of that of `x`: each device adds up its parts of all
-    products, and then there is one sum over devices instead of one for each product.
+    The products give their gradient to the copies, and none to `x`: each device adds up its parts
+    of all products, and then there is one sum over devices instead of one for each product.
     """
 
     @classmethod
@@ -30,7 +30,7 @@ class Shared(NamedTuple):
         if parts == 1:
             return cls(x, None)
         copies = jnp.broadcast_to(x, (parts, *x.shape))
-        return cls(lax.stop_gradient(x), constrain(copies, "parts", "batch", "length", "embed"))
+        return cls(x, constrain(copies, "parts", "batch", "length", "embed"))
 
 
 class Biased(NamedTuple):
