@@ -8,7 +8,6 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from flaxformer_mt.config.fields import shown
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs import step_folders
 from flaxformer_mt.runs.folder import read_config, require_run
@@ -101,9 +100,6 @@ def read_history(folder: str | Path) -> History:
             f"{folder} has no metrics to plot: nothing was trained there yet, or it is the average "
             "or the conversion of another model"
         )
-    for row in rows:  # Lines of earlier versions have no checksum.
-        if type(row["step"]) is not int:
-            raise UserError(f"{folder / METRICS} is damaged: a step is {shown(row['step'])}")
     checkpoints = step_folders.folder_of(folder)
     validated = {row["step"] for row in rows if row["split"] == "valid"}
     best = step_folders.choose(checkpoints, "best") if step_folders.steps_in(checkpoints) else None

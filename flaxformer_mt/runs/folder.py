@@ -92,9 +92,12 @@ def read_config(folder: str | Path) -> ExperimentConfig:
     text = input_files.read_text(path)
     with prefixed(f"{path}: "):
         config = configuration.from_json(text)
+    # Without it, no checkpoint of the run can be read.
     recorded = data_file.read(folder).get(data_file.CONFIG)
     if recorded is not None:
-        original = changes.before(config, changes.read(folder))
+        history = changes.read(folder)
+        with prefixed(f"{path} is damaged: history: "):
+            original = changes.before(config, history)
         changed = configuration.differences(configuration.from_dict(recorded), original).values()
         if changed:
             raise UserError(
@@ -269,7 +272,8 @@ def write_run(
             data_file.TOKENIZER: fingerprints(tokenizers),
             data_file.CONFIG: configuration.to_dict(experiment),
             data_file.FILES: {
-                name: manifest.entry_of(content)._asdict() for name, content in files.items()
+                name: dataclasses.asdict(manifest.entry_of(content))
+                for name, content in files.items()
             },
         },
     )
@@ -301,10 +305,10 @@ def with_first_schedule(workdir: Path, experiment: ExperimentConfig) -> Experime
     The warm-up of a run that is continued with another number of steps does not change. A schedule
     that has an end does: the number is then an accepted change.
     """
-    first, optimizer = data_file.read(workdir).get(data_file.CONFIG), experiment.optimizer
-    if first is None or not optimizer.warmup or optimizer.total_steps or optimizer.schedule_has_end:
+    optimizer = experiment.optimizer
+    if not optimizer.warmup or optimizer.total_steps or optimizer.schedule_has_end:
         return experiment
-    steps = configuration.from_dict(first).train.num_steps
+    steps = configuration.from_dict(data_file.read(workdir)[data_file.CONFIG]).train.num_steps
     return with_changes(experiment, {"optimizer": {"total_steps": steps}})
 
 

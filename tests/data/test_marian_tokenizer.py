@@ -284,5 +284,5 @@ def test_a_missing_target_vocabulary_is_rejected(tmp_path):
 def test_ids_must_be_numbers(tmp_path):
     write_tokenizer(tmp_path, *models())
     (tmp_path / "vocab.json").write_text(json.dumps({"<unk>": "0"}))
-    with pytest.raises(UserError, match=r"vocab\.json is damaged: it does not map every piece"):
+    with pytest.raises(UserError, match=r"vocab\.json is damaged: .*expected an integer"):
         Tokenizers.load(tmp_path)

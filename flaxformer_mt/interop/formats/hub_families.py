@@ -6,12 +6,32 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.config.fields import type_hints
 from flaxformer_mt.interop.families import m2m100, marian, mbart, t5
 from flaxformer_mt.interop.weight_maps.family import Family
 
 Settings = Mapping[str, Any]
 
 _COMMON_DEFAULTS: Settings = {"is_encoder_decoder": True, "tie_word_embeddings": True}
+_KINDS: Settings = {
+    **dict.fromkeys(
+        (
+            "is_encoder_decoder", "tie_word_embeddings", "share_encoder_decoder_embeddings",
+            "scale_decoder_outputs", "normalize_before", "normalize_embedding",
+            "static_position_embeddings", "add_bias_logits", "add_final_layer_norm",
+        ),
+        bool,
+    ),
+    **dict.fromkeys(
+        (
+            "model_type", "dtype", "torch_dtype", "tokenizer_class", "activation_function",
+            "feed_forward_proj",
+        ),
+        str,
+    ),
+    "decoder_attention_heads": int,
+    "dropout_rate": float,
+}  # fmt: skip
 _FAIRSEQ_DEFAULTS: Settings = {
     **_COMMON_DEFAULTS,
     "attention_dropout": 0.0,
@@ -31,9 +51,9 @@ class HubFamily:
     """Class of the model for each `model_type`."""
     model_type: Callable[[TransformerConfig], str]
     """The `model_type` of a configuration."""
-    fields: Mapping[str, str]
+    fields: dict[str, str]
     """Our names of the fields of `config.json` that the tensors do not tell."""
-    sizes: Mapping[str, str]
+    sizes: dict[str, str]
     """Our names of the sizes in `config.json`, which follow from the tensors as well."""
     others: Callable[[TransformerConfig, Settings], dict[str, Any]]
     """The other fields for a configuration, given those of the published folder, or nothing. Values
@@ -42,6 +62,13 @@ class HubFamily:
     """Fields that `config.json` may omit, with the defaults of transformers' class."""
     new: Callable[[TransformerConfig], dict[str, Any]]
     """Fields of a `config.json` that no folder gave, for converters other than transformers."""
+
+    @property
+    def kinds(self) -> dict[str, Any]:
+        """The types of the fields of `config.json` that are read."""
+        hints = type_hints(TransformerConfig)
+        own = {theirs: hints.get(ours, int) for theirs, ours in (self.fields | self.sizes).items()}
+        return {**_KINDS, **own, "eos_token_id": int | list[int]}
 
     def settings(self, model: TransformerConfig, kept: Settings) -> dict[str, Any]:
         """Returns `config.json` for a configuration, given that of the published folder."""
