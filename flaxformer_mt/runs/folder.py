@@ -118,20 +118,22 @@ def read_tokenizers(folder: str | Path) -> Tokenizers:
     return tokenizers
 
 
-def check_vocabulary(path: Path) -> None:
-    """Checks the files of the vocabulary of a run: its folder, or its folder `tokenizer`."""
-    data_file.check_files(path.parent if path.name == layout.TOKENIZER else path)
+def check_vocabulary(paths: str) -> None:
+    """Checks the files of vocabularies of runs: folders, or files in `tokenizer`, after commas."""
+    for path in map(Path, paths.split(",")):
+        for folder in (path, path.parent, path.parent.parent):
+            if (folder / layout.TOKENIZER).is_dir() and (folder / layout.CONFIG).is_file():
+                data_file.check_files(folder)
 
 
 def read_origin(folder: str | Path) -> dict[str, bytes]:
     """Reads the files of the published model that a run was converted from, by name."""
     data_file.check_files(folder)
-    kept = Path(folder, layout.ORIGIN)
-    if not kept.is_dir():
-        return {}
+    paths = (Path(folder, name) for name in data_file.read(folder).get(data_file.FILES, {}))
     return {
         path.name: input_files.read_bytes(path, input_files.MAX_MODEL_BYTES)
-        for path in kept.iterdir()
+        for path in paths
+        if path.parent.name == layout.ORIGIN
     }
 
 

@@ -13,13 +13,14 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Required, TypedDict
 
 import jax
 
 from flaxformer_mt.config import ValidationMetric
 from flaxformer_mt.distributed import BARRIER_SECONDS
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.input_files import Finite, read_json
 from flaxformer_mt.runs import atomic, layout
 from flaxformer_mt.runs.layout import CheckpointSelector
 from flaxformer_mt.runs.manifest import damage, entries, write_manifest
@@ -228,7 +229,7 @@ def _left_hashes(partial: Path, processes: int) -> dict[str, Any]:
             if time.monotonic() > end:
                 raise UserError(f"process {process} has not written {path}")
             time.sleep(0.02)
-        known |= json.loads(path.read_text(encoding="utf-8"))
+        known |= read_json(path, dict[str, Any])
     return known
 
 
@@ -258,9 +259,16 @@ def make_record(
     return record if run_id is None else {**record, "run": run_id}
 
 
+class _Record(TypedDict, total=False):
+    best_metric: Required[str]
+    figures: Required[dict[str, Finite]]
+    progress: Required[dict[str, Any]]
+    run: str
+
+
 def read_record(path: Path) -> dict[str, Any]:
     """Returns the content of `progress.json` of an intact checkpoint."""
-    return json.loads((path / layout.PROGRESS).read_bytes())
+    return read_json(path / layout.PROGRESS, _Record)
 
 
 def ranking_score(metric: str, metrics: Mapping[str, Any]) -> float:

@@ -236,11 +236,11 @@ def test_a_flipped_bit_in_the_vocabulary_is_named(begun, tmp_path):
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
     message = rf"tokenizer/{path.name} differs .* is not the vocabulary that the run was"
-    for read in (read_tokenizers, check_vocabulary):
-        with pytest.raises(UserError, match=message):
-            read(begun)
     with pytest.raises(UserError, match=message):
-        check_vocabulary(begun / "tokenizer")
+        read_tokenizers(begun)
+    for given in (begun, begun / "tokenizer", path, f"other.model,{path}"):
+        with pytest.raises(UserError, match=message):
+            check_vocabulary(str(given))
     with pytest.raises(UserError, match=message):
         average_run(begun, tmp_path / "average", 1, "last")
 

@@ -21,7 +21,7 @@ import msgspec
 from flaxformer_mt.config.fields import MAX_VOCABULARY
 from flaxformer_mt.data.tokenizers.base import Tokenizer
 from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE, TextSampler, open_model
-from flaxformer_mt.errors import UserError
+from flaxformer_mt.errors import UserError, prefixed
 from flaxformer_mt.input_files import parse_json
 
 VOCABULARY_FILE, TARGET_VOCABULARY_FILE = "vocab.json", "target_vocab.json"
@@ -82,7 +82,7 @@ class TokenizerConfig(TypedDict, total=False):
     split_special_tokens: bool | None
     legacy_behaviour: bool | None
     sp_model_kwargs: dict[str, Any] | None
-    added_tokens_decoder: dict[str, _Token]
+    added_tokens_decoder: dict[Annotated[str, msgspec.Meta(pattern="^-?[0-9]{1,9}$")], _Token]
     extra_special_tokens: list[str | _Token] | dict[str, str | _Token] | None
     additional_special_tokens: list[str | _Token] | None
 
@@ -264,22 +264,15 @@ class _Settings:
     @classmethod
     def read(cls, files: TokenizerFiles, folder: str) -> "_Settings":
         values = dict(_DEFAULTS) | read_object(files, TOKENIZER_CONFIG, folder, TokenizerConfig)
-        try:
-            if "added_tokens_decoder" in values:
-                own = {
-                    int(id): _AddedToken.of(token)
-                    for id, token in values["added_tokens_decoder"].items()
-                }
-            else:
-                values |= read_object(files, "special_tokens_map.json", folder, TokenizerConfig)
-                added = read_object(files, ADDED_TOKENS, folder, dict[str, Id])
-                own = {id: _AddedToken(token) for token, id in added.items()}
+        by_id, by_name = values.get("added_tokens_decoder"), {}
+        if by_id is None:
+            values |= read_object(files, "special_tokens_map.json", folder, TokenizerConfig)
+            by_name = read_object(files, ADDED_TOKENS, folder, dict[str, Id])
+        with prefixed(f"{Path(folder, TOKENIZER_CONFIG)}: "):
+            own = {id: _AddedToken(token) for token, id in by_name.items()}
+            own |= {int(id): _AddedToken.of(token) for id, token in (by_id or {}).items()}
             settings = cls(values, own)
             settings.check()
-        except ValueError as error:  # An id that is no number.
-            raise UserError(f"{Path(folder, TOKENIZER_CONFIG)} is damaged: {error!r}") from error
-        except UserError as error:
-            raise UserError(f"{Path(folder, TOKENIZER_CONFIG)}: {error}") from error
         return settings
 
     @functools.cached_property
