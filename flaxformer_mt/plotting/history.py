@@ -66,19 +66,10 @@ class History:
         return rows[-1] if rows else {}
 
     def positions(self, steps: np.ndarray, axis: Axis) -> np.ndarray:
-        """Returns where steps are on an axis, float64 [N]; between lines, interpolated.
-
-        Raises:
-          UserError: an earlier version wrote the metrics, without the number of tokens.
-        """
+        """Returns where steps are on an axis, float64 [N]; between lines, interpolated."""
         if axis == "steps":
             return steps
         rows = self.of("train")
-        if not all(_TOKENS in row for row in rows):
-            raise UserError(
-                f"{self.folder / METRICS} has no {_TOKENS}: an earlier version wrote it, so that "
-                "the curves can be plotted over steps only"
-            )
         lengths = [row[_TOKENS] for row in rows]
         if axis == "hours":
             lengths = [row[_TOKENS] / row[_SPEED] / 3600 if row[_SPEED] else 0 for row in rows]

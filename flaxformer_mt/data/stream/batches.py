@@ -26,6 +26,7 @@ from flaxformer_mt.data.stream.packing import (
     plan_rows,
 )
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.input_files import checked
 
 Array: TypeAlias = np.ndarray | jax.Array
 
@@ -93,7 +94,7 @@ class DataPosition(NamedTuple):
     row: int = 0
     """Rows of this block that were read; 0 if there are `streams`."""
     step: int = 0
-    """Batches that were read since the start. (Positions of earlier versions lack it.)"""
+    """Batches that were read since the start."""
     streams: tuple[tuple[int, int, int], ...] = ()
     """Epoch, block and row of each virtual stream, if there are several, and not all are at the
     beginning of `epoch`. A process only knows those of its own rows; see `to_json`."""
@@ -111,9 +112,9 @@ class DataPosition(NamedTuple):
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "DataPosition":
-        """Returns the inverse of `to_json`, also for positions of earlier versions."""
-        streams = tuple(tuple(place) for place in values.get("streams", ()))
-        return cls(**{**values, "streams": streams})
+        """Returns the inverse of `to_json`."""
+        given = {**cls._field_defaults, **values}
+        return checked([given[name] for name in cls._fields], "the position in the data is", cls)
 
 
 def make_batch(
