@@ -193,12 +193,13 @@ _WORDS = {
 
 def _in_words(error: str) -> str:
     """Rewrites a message of msgspec, "Expected `int`, got `str` - at `$.files[...].bytes`"."""
+    error = error.replace(" - at `key` in `$", " as a name - at `$")
     problem, _, place = error.partition(" - at `$")
     problem = re.sub(r"Object (?:missing|contains) (required|unknown) field", r"\1 field", problem)
     problem = problem.replace("required field", "there is no field")
     problem = problem.replace("Invalid enum value", "unknown value")
     problem = re.sub(r" [<>]= -?1\.79\S+", " that is finite", problem)
-    kinds = re.compile("`([a-z]+(?: [|] [a-z]+)*)`(?=,|$| [<>]| of length| that is)")
+    kinds = re.compile("`([a-z]+(?: [|] [a-z]+)*)`(?=,|$| [<>]| of length| that is| matching)")
     problem = kinds.sub(
         lambda found: " or ".join(_WORDS.get(kind, kind) for kind in found[1].split(" | ")), problem
     )

@@ -263,7 +263,9 @@ REJECTED = {
     "a special token is empty": {"pad_token": ""},
     "it has no pad_token": {"pad_token": None},
     "a special token is {'content': 3}, not a text": {"eos_token": {"content": 3}},
-    "is damaged: ValueError": {"added_tokens_decoder": {"x": {"content": "<mask>"}}},
+    "added_tokens_decoder: expected a string matching": {
+        "added_tokens_decoder": {"x": {"content": "<mask>"}}
+    },
     "the id of an added token is -1": {"added_tokens_decoder": {"-1": {"content": "<mask>"}}},
     "the id of an added token is 99999999": {
         "added_tokens_decoder": {"99999999": {"content": "<mask>"}}

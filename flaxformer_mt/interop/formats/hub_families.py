@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.config.fields import type_hints
 from flaxformer_mt.interop.families import m2m100, marian, mbart, t5
 from flaxformer_mt.interop.weight_maps.family import Family
 
@@ -14,24 +13,10 @@ Settings = Mapping[str, Any]
 
 _COMMON_DEFAULTS: Settings = {"is_encoder_decoder": True, "tie_word_embeddings": True}
 _KINDS: Settings = {
-    **dict.fromkeys(
-        (
-            "is_encoder_decoder", "tie_word_embeddings", "share_encoder_decoder_embeddings",
-            "scale_decoder_outputs", "normalize_before", "normalize_embedding",
-            "static_position_embeddings", "add_bias_logits", "add_final_layer_norm",
-        ),
-        bool,
-    ),
-    **dict.fromkeys(
-        (
-            "model_type", "dtype", "torch_dtype", "tokenizer_class", "activation_function",
-            "feed_forward_proj",
-        ),
-        str,
-    ),
+    **dict.fromkeys(("model_type", "torch_dtype", "tokenizer_class"), str),
     "decoder_attention_heads": int,
-    "dropout_rate": float,
-}  # fmt: skip
+    "scale_decoder_outputs": bool,
+}
 _FAIRSEQ_DEFAULTS: Settings = {
     **_COMMON_DEFAULTS,
     "attention_dropout": 0.0,
@@ -66,9 +51,11 @@ class HubFamily:
     @property
     def kinds(self) -> dict[str, Any]:
         """The types of the fields of `config.json` that are read."""
-        hints = type_hints(TransformerConfig)
-        own = {theirs: hints.get(ours, int) for theirs, ours in (self.fields | self.sizes).items()}
-        return {**_KINDS, **own, "eos_token_id": int | list[int]}
+        model = TransformerConfig()
+        ours = {theirs: getattr(model, ours) for theirs, ours in (self.fields | self.sizes).items()}
+        kinds = {name: type(value) for name, value in (self.new(model) | ours).items()}
+        kinds |= {name: type(value) for name, value in self.defaults.items()}
+        return {**_KINDS, **kinds}
 
     def settings(self, model: TransformerConfig, kept: Settings) -> dict[str, Any]:
         """Returns `config.json` for a configuration, given that of the published folder."""

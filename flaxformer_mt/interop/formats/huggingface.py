@@ -81,7 +81,7 @@ def read(
             f"{folder / CONFIG} is of model_type={architecture}, not "
             f"{' or '.join(hub.architectures)}"
         )
-    check_kinds(settings, generation_config.KINDS | hub.kinds, f"{folder / CONFIG} is")
+    check_kinds(settings, hub.kinds | generation_config.KINDS, f"{folder / CONFIG} is")
     tensors, dtype = _read_tensors(folder, hub.family.ignores)
     kept = {CONFIG: read_bytes(folder / CONFIG)}
     search = settings

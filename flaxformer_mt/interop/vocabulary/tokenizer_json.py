@@ -1,29 +1,23 @@
 """Changes of `tokenizer.json`, the vocabulary format of the library `tokenizers`."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Required, TypedDict
+from typing import Any, TypedDict
 
 from flaxformer_mt.errors import UserError
 
 Content = dict[str, Any]
 
 
-class _Token(TypedDict):
-    id: int
-
-
-class _Model(TypedDict, total=False):
-    type: Required[str]
-    vocab: Required[dict[str, int] | list[tuple[str, float]]]
-    unk_id: int | None
-    merges: list[str | tuple[str, str]]
+class _Model(TypedDict):
+    type: str
+    vocab: dict[str, int] | list[Any]
 
 
 class Schema(TypedDict):
     """What is read of `tokenizer.json`; the library checks the rest."""
 
     model: _Model
-    added_tokens: list[_Token]
+    added_tokens: list[dict[str, Any]]
 
 
 def is_bpe(content: Content) -> bool:
