@@ -15,7 +15,7 @@ import stat
 import sys
 import typing
 import zlib
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
@@ -33,7 +33,6 @@ Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 """In schemas: an integer that is not negative."""
 Finite: TypeAlias = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 """In schemas: a number that is neither infinite nor NaN."""
-_T = TypeVar("_T")
 
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -106,12 +105,12 @@ def read_text(path: str | os.PathLike[str], limit: int = MAX_SETTINGS_BYTES) -> 
         raise UserError(f"{path} is damaged: byte {error.start + 1} is not UTF-8") from error
 
 
-def read_json(path: str | os.PathLike[str], kind: type[_T] | Any = Any) -> _T:
+def read_json(path: str | os.PathLike[str], kind: Any = Any) -> Any:
     """Reads a JSON file of at most `MAX_SETTINGS_BYTES`; see `parse_json`."""
     return parse_json(read_bytes(path), str(path), kind)
 
 
-def parse_json(content: bytes | str, name: str, kind: type[_T] | Any = Any) -> _T:
+def parse_json(content: bytes | str, name: str, kind: Any = Any) -> Any:
     """Parses a JSON value of a kind; see `checked`.
 
     `UserError` if it is not JSON, is not of this kind, nests too deep, has two values of one name,
@@ -132,7 +131,7 @@ def parse_json(content: bytes | str, name: str, kind: type[_T] | Any = Any) -> _
     return checked(values, f"{name} is", kind)
 
 
-def checked(values: Any, subject: str, kind: type[_T] | Any) -> _T:
+def checked(values: Any, subject: str, kind: Any) -> Any:
     """Returns JSON values as a kind: a dataclass, a list of strings, ...
 
     A `TypedDict` checks the members that it names, and keeps the others.

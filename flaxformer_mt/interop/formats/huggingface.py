@@ -248,7 +248,7 @@ def _check_special_tokens(name: str, values: Mapping[str, Any], model: Transform
         ("decoder_start_token_id", model.bos_id),
     ):
         given = values.get(key)
-        tokens = given if key == "eos_token_id" and isinstance(given, list) else [given]
+        tokens: list[Any] = given if isinstance(given, list) else [given]
         if given is None:
             continue
         if not all(0 <= token < rows for token in tokens):
