@@ -248,13 +248,29 @@ def commit(folder: Path, partial: Path, record: Mapping[str, Any], processes: in
 
 
 def make_record(
-    best_metric: str, metrics: Mapping[str, Any], progress: Mapping[str, Any], run_id: str | None
+    best_metric: str,
+    metrics: Mapping[str, Any],
+    progress: Mapping[str, Any],
+    run_id: str | None,
+    identity: Mapping[str, Any] = {},
 ) -> dict[str, Any]:
-    """Returns the content of `progress.json`, for the metrics of a validation if there was one."""
+    """Returns the content of `progress.json`.
+
+    Args:
+      best_metric: the metric that ranks checkpoints.
+      metrics: of the validation, if there was one.
+      progress: the position in the data, or the progress of a run.
+      run_id: of `data.json`, or None.
+      identity: of the state and its optimizer; `identity.py`.
+    """
     value = metrics.get(best_metric, math.nan)
     metrics = {best_metric: value} if math.isfinite(value) else {}
-    # The keys are those of earlier versions.
-    record = {"best_metric": best_metric, "figures": metrics, "progress": progress}
+    record = {
+        "best_metric": best_metric,
+        "figures": metrics,
+        "progress": progress,
+        "identity": {**identity},
+    }
     return record if run_id is None else {**record, "run": run_id}
 
 

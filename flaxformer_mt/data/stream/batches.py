@@ -97,11 +97,23 @@ class DataPosition(NamedTuple):
     streams: tuple[tuple[int, int, int], ...] = ()
     """Epoch, block and row of each virtual stream, if there are several, and not all are at the
     beginning of `epoch`. A process only knows those of its own rows; see `to_json`."""
+    stream: Mapping[str, Any] = {}
+    """JSON values of all that the batches of the stream depend on, by name; {} = unknown."""
+
+    def continued_in(self, stream: Mapping[str, Any]) -> "DataPosition":
+        """Returns the position at which another stream continues: the start of the next epoch.
+
+        If only the model differs, whose options begin with "model.", it is the same position.
+        """
+        names = self.stream.keys() | stream.keys()
+        changed = {name for name in names if self.stream.get(name) != stream.get(name)}
+        if all(name.startswith("model.") for name in changed):
+            return self._replace(stream=stream)
+        return DataPosition(self.epoch + 1, step=self.step, stream=stream)
 
     def to_json(self) -> dict[str, Any]:
         """Returns JSON values with the streams of all processes, each of which has to call this."""
-        values = self._asdict()
-        del values["streams"]
+        values = {name: value for name, value in self._asdict().items() if name != "streams"}
         if self.streams:
             texts = distributed.gather_texts([json.dumps(self.streams)])
             # Those of other processes are where they were when this one began.
