@@ -179,7 +179,7 @@ def _identity(
     }
     data = {
         name: options["data"][name]
-        for name in [*names_with(DataConfig, FieldRole.TOKENS, FieldRole.ROWS), "order"]
+        for name in names_with(DataConfig, FieldRole.TOKENS, FieldRole.ROWS)
     }
     values = {
         "pairs": [corpus.fingerprint for corpus in corpora],
