@@ -43,10 +43,9 @@ def require_single(donated: Iterable[tuple[str, Any]], others: Iterable[tuple[st
     for is_donated, arrays in ((True, donated), (False, others)):
         for name, array in arrays:
             for shard in array.addressable_shards if isinstance(array, jax.Array) else ():
-                if not shard.data.nbytes:
-                    continue
-                # Several arrays of JAX may hold the same buffer.
-                buffer = shard.device, _pointer(shard.data)
+                # Several arrays of JAX may hold the same buffer. All empty ones may be nowhere.
+                place = _pointer(shard.data) if shard.data.nbytes else id(array)
+                buffer = shard.device, place
                 if buffer in names and names[buffer] != name:
                     raise UserError(
                         f"{names[buffer]} and {name} are the same array in memory, which the step "
