@@ -169,8 +169,8 @@ def packed(
 
 def _identity(
     corpora: Sequence[Corpus], tokenizers: Tokenizers, experiment: ExperimentConfig, rows: int
-) -> dict[str, Any]:
-    """Returns what the batches of `packed` depend on, and the model, as JSON values by name."""
+) -> str:
+    """Returns what the batches of `packed` depend on, and the model, as a JSON object."""
     options = to_dict(experiment)
     model = {
         f"model.{name}": value
@@ -193,7 +193,7 @@ def _identity(
         **data,
         **model,
     }
-    return json.loads(json.dumps(values))
+    return json.dumps(values, sort_keys=True)
 
 
 def padded(

@@ -220,11 +220,11 @@ class Checkpoints:
                 f"{path} holds another kind of position than {type(position).__name__}: "
                 f"{record['progress']}"
             ) from error
-        changes = []
+        changes: list[str] = []
         if hasattr(position, "continued_in"):  # A position in a stream of batches.
-            changes = identity.differences(saved.stream, position.stream)
+            changes = identity.differences(saved.identity, position.identity)
         state = self._restored(state, accept_changes, changes)
-        return state, saved.continued_in(position.stream) if changes else saved
+        return state, saved.continued_in(position) if changes else saved
 
     def restore(self, template: State, *, accept_changes: bool = False) -> tuple[State, Any]:
         """Restores the newest checkpoint, which must exist.

@@ -75,9 +75,7 @@ def like(template: Any) -> Any:
         sharding = getattr(leaf, "sharding", None)
         is_number = not hasattr(leaf, "shape")
         leaf = np.asarray(leaf) if is_number else leaf
-        return jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=sharding, weak_type=is_number
-        )
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=is_number)
 
     return jax.tree.map(abstract, template)
 

@@ -15,8 +15,8 @@ depends neither on devices nor on processes.
 import concurrent.futures
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -41,7 +41,7 @@ from flaxformer_mt.data.stream.placement import own_shard, place_batch
 from flaxformer_mt.data.stream.prefetch import Prefetched
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.runs import identity as identities
+from flaxformer_mt.runs.identity import differences, listed
 
 GOOD_FILL = 0.955
 """Fraction of used positions at which a row length that is efficient on accelerators is chosen."""
@@ -72,7 +72,7 @@ class TrainingStream:
       corpora: the training corpora.
       config: the experiment.
       sampler: the vocabulary of the sources, for `data.subword_sampling`.
-      identity: JSON values of all that the batches depend on, which positions carry.
+      identity: a JSON object of all that the batches depend on, which positions carry.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class TrainingStream:
         corpora: Sequence[EncodedCorpus],
         config: ExperimentConfig,
         sampler: Tokenizer | None = None,
-        identity: Mapping[str, Any] = {},
+        identity: str = "",
     ) -> None:
         self.start = DataPosition(stream=identity)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "blocks")
@@ -125,11 +125,11 @@ class TrainingStream:
         """
         position = position or self.start
         if position.stream and position.stream != self.start.stream:
-            changes = identities.listed(identities.differences(position.stream, self.start.stream))
+            changes = differences(position.identity, self.start.identity)
             raise UserError(
-                f"the position is one in another stream of batches ({changes}): begin with "
-                "data.start, or give position.continued_in(data.start.stream), which goes on with "
-                "the next epoch of this one"
+                f"the position is one in another stream of batches ({listed(changes)}): begin with "
+                "data.start, or give position.continued_in(data.start), which goes on with the "
+                "next epoch of this one"
             )
         place = functools.partial(place_batch, mesh=mesh)
         return self.prefetched(own_shard(mesh), place, position)
