@@ -221,10 +221,11 @@ class Checkpoints:
                 f"{record['progress']}"
             ) from error
         changes: list[str] = []
-        if hasattr(position, "continued_in"):  # A position in a stream of batches.
-            changes = identity.differences(saved.identity, position.identity)
+        wanted: Any = position
+        if hasattr(wanted, "continued_in"):  # A position in a stream of batches.
+            changes = identity.differences(saved.identity, wanted.identity)
         state = self._restored(state, accept_changes, changes)
-        return state, saved.continued_in(position) if changes else saved
+        return state, saved.continued_in(wanted) if changes else saved
 
     def restore(self, template: State, *, accept_changes: bool = False) -> tuple[State, Any]:
         """Restores the newest checkpoint, which must exist.

@@ -73,7 +73,8 @@ def _describe(value: Any, name: str, found: dict[str, Any], outer: frozenset[int
         found |= {f"{name}/{factory}.{key}": each for key, each in constants.items()}
         members = {key: each for key, each in contents.items() if key not in constants}
         if len(members) == 1:  # Its name would only make those of its parts longer.
-            _describe(*members.values(), name, found, outer)
+            (only,) = members.values()
+            _describe(only, name, found, outer)
             members = {}
     elif getattr(value, "_fields", None) == ("init", "update"):  # What optax calls an optimizer.
         _describe(value.update, name, found, outer)
