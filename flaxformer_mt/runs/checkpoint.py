@@ -12,11 +12,7 @@ name is a number was complete once, and there is always one.
 """
 
 import contextlib
-import errno
 import functools
-import math
-import os
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -33,9 +29,16 @@ from orbax.checkpoint.args import Composite, StandardRestore, StandardSave
 
 from flaxformer_mt import distributed
 from flaxformer_mt.config import ValidationMetric
-from flaxformer_mt.errors import UserError, first_line, prefixed
-from flaxformer_mt.input_files import max_content
-from flaxformer_mt.runs import atomic, buffers, data_file, identity, state_items, step_folders
+from flaxformer_mt.errors import UserError, prefixed
+from flaxformer_mt.runs import (
+    atomic,
+    buffers,
+    data_file,
+    identity,
+    orbax_errors,
+    state_items,
+    step_folders,
+)
 from flaxformer_mt.runs.layout import EMA, PARAMS, PROGRESS, TRAINING, CheckpointSelector
 from flaxformer_mt.runs.manifest import damage
 from flaxformer_mt.runs.state_items import Shapes
@@ -107,9 +110,9 @@ class Checkpoints:
         self._unverified: set[int] = set()
         """Those of earlier processes that were not hashed yet, which takes time."""
         if distributed.is_main():
-            _require_writable_name(self._folder)
+            orbax_errors.require_writable_name(self._folder)
             problem = f"{self._folder} cannot be written to:"
-            with _explained(problem):
+            with orbax_errors.explained(problem):
                 atomic.make_folder(self._folder)
                 atomic.remove_leftovers(self._folder)
                 with atomic.workspace(self._folder):
@@ -118,7 +121,7 @@ class Checkpoints:
                 self._folder, names=[PROGRESS], metric=best_metric
             )
             self._unverified = set(self._scores)
-            with _explained(problem):
+            with orbax_errors.explained(problem):
                 for step, cause in damaged.items():
                     self._set_aside(step, cause)
                 while self._scores and not self._is_intact(max(self._scores)):
@@ -254,7 +257,7 @@ class Checkpoints:
                 f"{path} holds parameters only and cannot be continued: start a run in another "
                 f"--workdir with --train.init-from={self.run_folder}"
             )
-        with _reading(path):
+        with orbax_errors.reading(path):
             stored = self._orbax.metadata(path).item_metadata
             with prefixed(f"{path} holds "):
                 dtypes = state_items.changed_dtypes(stored, items)
@@ -271,7 +274,7 @@ class Checkpoints:
                     "to what it was begun with, give another folder, or continue with "
                     "restore_or(..., accept_changes=True), which no uninterrupted training equals"
                 )
-            _check_chunks(path, {name: stored[name].tree for name in items})
+            orbax_errors.check_chunks(path, {name: stored[name].tree for name in items})
             restored = self._orbax.restore(
                 path,
                 args=Composite(**{name: _Restore(item) for name, item in items.items()}),
@@ -327,7 +330,7 @@ class Checkpoints:
                 step_folders.leave_hashes(partial)
         self._complete = step
         for superfluous in self._scores.keys() - self._kept_steps():
-            with _explained(
+            with orbax_errors.explained(
                 f"{self._folder / str(superfluous)} could not be removed:",
                 "; all checkpoints are intact",
             ):
@@ -358,7 +361,7 @@ class Checkpoints:
     @contextlib.contextmanager
     def _explained(self, step: int) -> Iterator[None]:
         try:
-            with _explained(
+            with orbax_errors.explained(
                 f"the checkpoint of step {step} could not be written to {self._folder}:",
                 "" if self._complete is None else "; earlier checkpoints are intact",
             ):
@@ -422,11 +425,13 @@ def _restore_params(
     if not (path / name).is_dir():
         missing = "parameters" if name == PARAMS else "state of an optimizer"
         raise UserError(f"{path} has no {missing}: its state has no member {name!r}")
-    with _reading(path), _own_checkpointer() as orbax:
+    with orbax_errors.reading(path), _own_checkpointer() as orbax:
         stored = orbax.metadata(path).item_metadata[name].tree
         with prefixed(f"{path}: "):
-            (check or functools.partial(_check_size, path / name))(state_items.shapes(stored))
-        _check_chunks(path, stored)
+            (check or functools.partial(orbax_errors.check_size, path / name))(
+                state_items.shapes(stored)
+            )
+        orbax_errors.check_chunks(path, stored)
         for each, leaf in state_items.named(stored):
             if not item and not jnp.issubdtype(leaf.dtype, jnp.floating):
                 raise UserError(f"{path}: damaged: {each} has values of {leaf.dtype}")
@@ -438,46 +443,13 @@ def _restore_params(
     return items[name]
 
 
-@contextlib.contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Turns errors of Orbax into `UserError`: a manifest may fit files that are not its own."""
-    try:
-        yield
-    except (UserError, jax.errors.JaxRuntimeError):  # The latter: there is not enough memory.
-        raise
-    except Exception as error:
-        reason = _system_error(error)
-        if reason:
-            raise UserError(f"{path} cannot be read: {reason}") from error
-        raise UserError(
-            f"{path} is damaged, or not a checkpoint ({first_line(error)}); "
-            f"{step_folders.advice(path)}"
-        ) from error
-
-
-def _check_size(folder: Path, shapes: Shapes) -> None:
-    there = sum(file.stat().st_size for file in folder.rglob("*"))
-    if 4 * sum(map(math.prod, shapes.values())) > max_content(there):
-        raise UserError("damaged: its arrays are far larger than its files")
-
-
-def _check_chunks(path: Path, stored: Any) -> None:
-    """Checks that no array is read in chunks that are larger than itself."""
-    for name, leaf in state_items.named(stored):
-        chunk = leaf.storage.chunk_shape if leaf.storage else leaf.shape
-        if any(ours > max(size, 1) for ours, size in zip(chunk, leaf.shape, strict=True)):
-            raise UserError(
-                f"{path}: damaged: {name} is an array {list(leaf.shape)} in chunks {list(chunk)}"
-            )
-
-
 def write_params(run_folder: str | Path, step: int, params: Mapping[str, Any]) -> None:
     """Writes the first checkpoint of a run, of parameters only, which cannot be continued."""
     folder = step_folders.folder_of(run_folder)
-    _require_writable_name(folder)
+    orbax_errors.require_writable_name(folder)
     atomic.make_folder(folder)
     with (
-        _explained(f"{folder} cannot be written:"),
+        orbax_errors.explained(f"{folder} cannot be written:"),
         atomic.workspace(folder) as workspace,
     ):
         partial = workspace / str(step)
@@ -561,40 +533,3 @@ def _from_first_process(value: Any) -> Any:
     if jax.process_count() == 1:
         return value
     return multihost_utils.broadcast_one_to_all(value)
-
-
-@contextlib.contextmanager
-def _explained(problem: str, consequence: str = "") -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        reason = _system_error(error)
-        if reason is None:
-            raise
-        raise UserError(f"{problem} {reason}{consequence}") from error
-
-
-def _require_writable_name(folder: Path) -> None:
-    """Orbax reads some names as patterns, and cannot write to such a folder."""
-    atomic.require_utf8(folder)
-    for name in folder.absolute().parts:
-        if re.search(r"\[.*\]|\\", name):
-            raise UserError(
-                f"checkpoints cannot be written below {name!r}: use a name without brackets and "
-                "backslashes"
-            )
-
-
-def _system_error(error: BaseException | None) -> str | None:
-    """Returns "No space left on device" or the like; None for errors of other kinds."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno:
-            return os.strerror(error.errno)
-        # TensorStore, which writes for Orbax, has its own exceptions.
-        number = re.search(r"os_error_code='(\d+)'", str(error))
-        if number:
-            return os.strerror(int(number[1]))
-        if isinstance(error, MemoryError) or "can't start new thread" in str(error):
-            return os.strerror(errno.ENOMEM)
-        error = error.__cause__ or error.__context__
-    return None
