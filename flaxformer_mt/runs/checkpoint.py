@@ -216,17 +216,17 @@ class Checkpoints:
             return state, position
         self.wait()
         path, record = self._record()
+        changes: list[str] = []
+        wanted: Any = position
         try:
             saved = state_items.from_json(record["progress"], position)
+            if hasattr(wanted, "continued_in"):  # A position in a stream of batches.
+                changes = identity.differences(saved.identity, wanted.identity)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise UserError(
                 f"{path} holds another kind of position than {type(position).__name__}: "
                 f"{record['progress']}"
             ) from error
-        changes: list[str] = []
-        wanted: Any = position
-        if hasattr(wanted, "continued_in"):  # A position in a stream of batches.
-            changes = identity.differences(saved.identity, wanted.identity)
         state = self._restored(state, accept_changes, changes)
         return state, saved.continued_in(wanted) if changes else saved
 

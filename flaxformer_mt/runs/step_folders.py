@@ -259,6 +259,7 @@ class _Record(TypedDict):
     metrics: dict[str, Finite]
     progress: Any
     run: str | None
+    identity: dict[str, Any]
 
 
 def read_record(path: Path) -> dict[str, Any]:
