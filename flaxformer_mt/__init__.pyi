@@ -32,5 +32,7 @@ from flaxformer_mt.training.devices import compile_step as compile_step
 from flaxformer_mt.training.devices import create as create
 from flaxformer_mt.training.devices import make_mesh as make_mesh
 from flaxformer_mt.training.devices import place as place
+from flaxformer_mt.training.hooks import Hooks as Hooks
+from flaxformer_mt.training.hooks import StepInfo as StepInfo
 
 __version__: str

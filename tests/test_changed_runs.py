@@ -23,7 +23,7 @@ from flaxformer_mt.errors import UserError
 from flaxformer_mt.plotting.curves import plot_curves
 from flaxformer_mt.run_reader import Run
 from flaxformer_mt.runs.folder import read_config
-from flaxformer_mt.runs.trained_model import describe_run, load_run, parameters_sha256
+from flaxformer_mt.trained_model import describe_run, load_run, parameters_sha256
 
 TEXT = [f"{a} {b} {c}\t{c} {b} {a}" for a in "abcdef" for b in "ghijkl" for c in "mnopqr"]
 

@@ -31,7 +31,7 @@ from flaxformer_mt.errors import UserError
 from flaxformer_mt.evaluation import compare, evaluate
 from flaxformer_mt.exit_codes import ExitCode
 from flaxformer_mt.runs.checkpoint import Checkpoints
-from flaxformer_mt.runs.trained_model import load_run, write_model
+from flaxformer_mt.trained_model import load_run, write_model
 from flaxformer_mt.training.state import TrainState
 
 COMMANDS = [name for group in program.COMMANDS.values() for name in group]

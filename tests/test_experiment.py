@@ -29,7 +29,7 @@ from flaxformer_mt.errors import UserError
 from flaxformer_mt.experiment import folder, preparation
 from flaxformer_mt.experiment.validation import decoding_on
 from flaxformer_mt.interruption import Interrupted
-from flaxformer_mt.runs.trained_model import load_run
+from flaxformer_mt.trained_model import load_run
 from flaxformer_mt.training import loop
 from flaxformer_mt.training.reporting.callbacks import Callbacks
 from flaxformer_mt.training.reporting.trackers import Tracker

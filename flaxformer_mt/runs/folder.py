@@ -4,9 +4,7 @@
 the folder would hold a different run. It is continued whole or not at all.
 """
 
-import collections
 import contextlib
-import dataclasses
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,14 +15,12 @@ from flaxformer_mt import input_files
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.config.experiment import groups, with_changes
 from flaxformer_mt.config.fields import FieldRole, names_with
-from flaxformer_mt.data.corpora.corpus import Corpus
-from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError, prefixed
 from flaxformer_mt.remote.stores import require_local
 from flaxformer_mt.runs import atomic, changes, data_file, layout, manifest, step_folders
 
-Corpora: TypeAlias = Mapping[str, Sequence[Corpus]]
-"""The corpora of "train", "valid" and "test"."""
+Texts: TypeAlias = Mapping[str, Sequence[tuple[str, str]]]
+"""Name and fingerprint of each corpus of "train", "valid" and "test"."""
 
 
 @contextlib.contextmanager
@@ -104,17 +100,6 @@ def read_config(folder: str | Path) -> ExperimentConfig:
     return config
 
 
-def read_tokenizers(folder: str | Path) -> Tokenizers:
-    """Reads the vocabularies of a run; `UserError` if a file is missing or not that of the run."""
-    data_file.check_files(folder)
-    path = Path(folder, layout.TOKENIZER)
-    tokenizers = Tokenizers.load(path)
-    recorded = data_file.read(folder).get(data_file.TOKENIZER)
-    if recorded is not None and recorded != fingerprints(tokenizers):
-        raise UserError(f"{path} is not the vocabulary that the run was started with: restore it")
-    return tokenizers
-
-
 def check_vocabulary(path: Path) -> None:
     """Checks the files of the vocabulary of a run: its folder, or its folder `tokenizer`."""
     data_file.check_files(path.parent if path.name == layout.TOKENIZER else path)
@@ -150,16 +135,11 @@ def _with_corpora(folder: str | Path, values: Mapping[str, Any]) -> dict[str, An
     return result
 
 
-def holds_run(workdir: Path, experiment: ExperimentConfig, accept_changes: bool = False) -> bool:
-    """Returns whether the folder holds a run of this experiment, to be continued.
-
-    Args:
-      workdir: the folder.
-      experiment: the configuration that was given.
-      accept_changes: whether the run may be continued with other values of some options.
+def has_run(workdir: Path) -> bool:
+    """Returns whether a folder holds a run, to be continued.
 
     Raises:
-      UserError: it holds a run of another experiment, or parts of it are missing or damaged.
+      UserError: parts of a run are missing.
     """
     if not (workdir / layout.CONFIG).exists():
         _require_no_remains(workdir)
@@ -174,27 +154,6 @@ def holds_run(workdir: Path, experiment: ExperimentConfig, accept_changes: bool 
         raise UserError(
             f"{workdir / layout.CHECKPOINTS} holds no checkpoint, but the run has written some: "
             "restore them, or give another --workdir to begin anew"
-        )
-    stored = read_config(workdir)
-    if configuration.differences(stored, experiment):
-        # The run took what was left open from its vocabulary.
-        model = read_tokenizers(workdir).with_ids(experiment.model)
-        experiment = dataclasses.replace(experiment, model=model)
-    differences = configuration.differences(stored, experiment)
-    starts = stored.train.init_from, experiment.train.init_from
-    kinds = dict(configuration.CONTINUATIONS)
-    if starts[0] != starts[1] and not step_folders.has_any(workdir):
-        # Before its first checkpoint, a run is continued from its start.
-        text = "train.init_from: {!r} in the run, {!r} now"
-        differences["train.init_from"] = text.format(*starts)
-        kinds["train.init_from"] = "never"
-    never = [text for name, text in differences.items() if kinds[name] == "never"]
-    refused = [text for name, text in differences.items() if kinds[name] != "noted"]
-    if never or (refused and not accept_changes):
-        named = "; ".join(never if accept_changes else refused)
-        raise UserError(
-            f"{workdir} holds a run of another configuration ({named}): "
-            f"give these values, {_NEW_START.format(workdir) if never else _ACCEPT}"
         )
     return True
 
@@ -219,54 +178,49 @@ def _require_no_remains(workdir: Path) -> None:
         )
 
 
-_NEW_START = (
-    "or another --workdir, for a new run: --train.init-from={} starts it from these parameters if "
-    "they fit, --train.init-optimizer from the optimizer's moments, too, and steps and data begin "
-    "anew"
-)
-_ACCEPT = (
+ACCEPT = (
     "--accept-changes to go on with the new ones after the newest checkpoint (no uninterrupted run "
     "equals that one), or another --workdir"
 )
 
 
-def check_corpora(workdir: Path, corpora: Corpora) -> None:
-    """Raises `UserError` unless corpora are those that a run is trained with."""
+def check_texts(workdir: Path, texts: Texts) -> None:
+    """Raises `UserError` unless texts are those that a run is trained with."""
     stored = _with_corpora(workdir, data_file.read(workdir))
-    for split, parts in corpora.items():
+    for split, parts in texts.items():
         recorded = stored.get(split, [])
-        for number, corpus in enumerate(parts):
-            if recorded[number : number + 1] != [corpus.fingerprint]:
+        for number, (name, fingerprint) in enumerate(parts):
+            if recorded[number : number + 1] != [fingerprint]:
                 raise UserError(
-                    f"the {split} corpus ({corpus.name}) is not the text that the run in "
-                    f"{workdir} was started with: restore it, {_ACCEPT}"
+                    f"the {split} corpus ({name}) is not the text that the run in "
+                    f"{workdir} was started with: restore it, {ACCEPT}"
                 )
 
 
 def write_run(
     workdir: Path,
     experiment: ExperimentConfig,
-    corpora: Corpora,
-    tokenizers: Tokenizers,
+    vocabulary: Mapping[str, bytes],
+    fingerprints: Mapping[str, Any],
     origin: Mapping[str, bytes] = {},
 ) -> None:
     """Writes a run folder without checkpoints; `config.json`, which marks it, last.
 
-    It keeps fingerprints of the corpora; a converted model has none. `origin` are files of the
-    published model that it was converted from, by name.
+    Args:
+      workdir: the folder.
+      experiment: the configuration.
+      vocabulary: the files of the vocabularies, by name.
+      fingerprints: those of the vocabularies and of the corpora, see `data_file`; a converted model
+        has none of corpora.
+      origin: files of the published model that it was converted from, by name.
     """
-    files = {f"{layout.TOKENIZER}/{name}": content for name, content in tokenizers.files.items()}
+    files = {f"{layout.TOKENIZER}/{name}": content for name, content in vocabulary.items()}
     files |= {f"{layout.ORIGIN}/{name}": content for name, content in origin.items()}
-    held_out: collections.Counter[str] = collections.Counter()
-    for corpus in corpora.get("train", ()):
-        held_out.update(corpus.division() if corpus.division else {})
     atomic.make_folder(workdir)
     data_file.write(
         workdir,
         {
-            **{split: [corpus.fingerprint for corpus in parts] for split, parts in corpora.items()},
-            **({data_file.HOLD_OUT: dict(held_out)} if held_out else {}),
-            data_file.TOKENIZER: fingerprints(tokenizers),
+            **fingerprints,
             data_file.CONFIG: configuration.to_dict(experiment),
             data_file.FILES: {
                 name: manifest.entry_of(content)._asdict() for name, content in files.items()
@@ -308,28 +262,24 @@ def with_first_schedule(workdir: Path, experiment: ExperimentConfig) -> Experime
     return with_changes(experiment, {"optimizer": {"total_steps": steps}})
 
 
-def update_config(workdir: Path, experiment: ExperimentConfig, corpora: Corpora) -> None:
+def update_config(
+    workdir: Path, experiment: ExperimentConfig, fingerprints: Mapping[str, Sequence[str]]
+) -> None:
     """Writes the options that a continued run was given to `config.json`, for other commands.
 
-    Those that its parameters depend on, and other text, are added to its history.
+    Those that its parameters depend on, and `fingerprints` of other text, by split, are added to
+    its history.
     """
     stored, history = read_config(workdir), changes.read(workdir)
     known = _with_corpora(workdir, data_file.read(workdir))
-    texts = {split: [corpus.fingerprint for corpus in parts] for split, parts in corpora.items()}
     entry = {
         "step": max(step_folders.steps_in(step_folders.folder_of(workdir)), default=0),
         "options": configuration.changes(stored, experiment),
-        "corpora": {split: own for split, own in texts.items() if own != known.get(split, [])},
+        "corpora": {
+            split: own for split, own in fingerprints.items() if own != known.get(split, [])
+        },
     }
     added = [entry] if entry["options"] or entry["corpora"] else []
     if experiment != stored or added:
         text = configuration.to_json(experiment, [*history, *added])
         atomic.write_text(workdir / layout.CONFIG, text)
-
-
-def fingerprints(tokenizers: Tokenizers) -> dict[str, str]:
-    """Returns the fingerprints of the vocabularies of both sides."""
-    return {
-        "source": tokenizers.source.fingerprint,
-        "target": tokenizers.target.fingerprint,
-    }

@@ -15,7 +15,7 @@ from flaxformer_mt.decoding.translator import Translator
 from flaxformer_mt.runs.averaging import average_run
 from flaxformer_mt.runs.checkpoint import Checkpoints, restore_params
 from flaxformer_mt.runs.folder import write_run
-from flaxformer_mt.runs.trained_model import describe_run
+from flaxformer_mt.trained_model import describe_run
 from flaxformer_mt.training.state import TrainState
 
 KEPT, READERS, SECONDS = 3, 10, 120

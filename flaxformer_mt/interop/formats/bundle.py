@@ -16,7 +16,7 @@ from flaxformer_mt.config import (
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.interop.weight_maps.mapping import model_params
 from flaxformer_mt.runs.folder import read_origin
-from flaxformer_mt.runs.trained_model import load_run, write_model
+from flaxformer_mt.trained_model import load_run, write_model
 
 
 @dataclasses.dataclass(frozen=True)

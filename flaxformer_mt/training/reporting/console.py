@@ -56,6 +56,7 @@ class ConsoleWriter:
         self._samples: Sequence[Sample] = ()
         self._start: tuple[int, float] | None = None  # From this step and time on, time counts.
         self._is_compiled = False
+        self._running: tuple[int, Metrics] | None = None
         self._bar = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=None, complete_style="cyan", finished_style="cyan"),
@@ -92,8 +93,14 @@ class ConsoleWriter:
     def translated(self, samples: Sequence[Sample]) -> None:
         self._samples = samples
 
+    def after_step(self, step: int, sums: Metrics) -> None:
+        """Shows the step before this one, which is finished: its sums are read without waiting."""
+        if self._running is not None:
+            self.advance(*self._running)
+        self._running = step, sums
+
     def advance(self, step: int, metrics: Metrics) -> None:
-        """Shows a finished step; its metrics are on the host, each a sum and a weight."""
+        """Shows a finished step, whose metrics are each a sum and a weight."""
         if self._start is None:  # Another process, or other writers, show the run.
             return
         now = time.monotonic()

@@ -1,0 +1,338 @@
+"""Fits the parameters of a run: its parts, the state to go on from, and the loop."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+import jax
+import optax
+from rich.console import Console
+
+from flaxformer_mt import distributed
+from flaxformer_mt.config import ExperimentConfig, TrainConfig, to_dict
+from flaxformer_mt.data.stream.batches import Batch, DataPosition
+from flaxformer_mt.data.stream.placement import own_shard
+from flaxformer_mt.data.stream.prefetch import Prefetched
+from flaxformer_mt.decoding.translator import check_search
+from flaxformer_mt.experiment.start import Start
+from flaxformer_mt.experiment.test import Validation
+from flaxformer_mt.interop.exports import exports, summary
+from flaxformer_mt.interruption import Interrupted, Interruption
+from flaxformer_mt.memory_limits import explained_exhaustion
+from flaxformer_mt.model.transformer import Transformer
+from flaxformer_mt.objectives.cross_entropy import Objective
+from flaxformer_mt.runs import changes
+from flaxformer_mt.runs.checkpoint import Checkpoints
+from flaxformer_mt.runs.folder import with_first_schedule
+from flaxformer_mt.runs.layout import METRICS
+from flaxformer_mt.standard_output import BestEffortOutput
+from flaxformer_mt.training import continuation, devices, loop
+from flaxformer_mt.training.devices import CompiledStep, make_devices, seed_key
+from flaxformer_mt.training.hooks import Hooks, SavedFirst
+from flaxformer_mt.training.memory import abstract_batch, step_cost
+from flaxformer_mt.training.objective import UserObjective, make_objective
+from flaxformer_mt.training.optimizer import make_optimizer, make_schedule
+from flaxformer_mt.training.parameters import Params, describe
+from flaxformer_mt.training.reporting import notebook
+from flaxformer_mt.training.reporting.console import ConsoleWriter
+from flaxformer_mt.training.reporting.metrics import JsonLinesWriter, Writer
+from flaxformer_mt.training.reporting.progress import Progress
+from flaxformer_mt.training.reporting.trackers import BY_NAME, Tracker, Trackers, system_facts
+from flaxformer_mt.training.sharding import check_rules
+from flaxformer_mt.training.state import TrainState, create_state
+from flaxformer_mt.training.step import train_step
+from flaxformer_mt.training.warm_start import (
+    load_moments,
+    load_parameters,
+    load_teacher,
+    start_from,
+    with_moments,
+)
+
+_LESS_MEMORY = (
+    "set model.remat=full, or parallel.fsdp with several devices; a new run can also have more "
+    "train.accumulation_steps or a lower train.batch_tokens"
+)
+
+
+def _state_maker(
+    config: ExperimentConfig, optimizer: optax.GradientTransformation
+) -> Callable[[jax.Array], TrainState]:
+    model = Transformer(config.model)
+    return functools.partial(create_state, model=model, optimizer=optimizer, config=config.train)
+
+
+class Experiment:
+    """The parts of an experiment: model, objective, optimizer, devices, steps and data.
+
+    `config` has all sizes. `objective`, if given, is minimized instead of that of the
+    configuration, and `frozen` is its last argument; `schedule` takes the place of the configured
+    learning rates.
+    """
+
+    def __init__(
+        self,
+        start: Start,
+        objective: UserObjective | None = None,
+        frozen: Any = None,
+        schedule: optax.Schedule | None = None,
+    ) -> None:
+        if start.config.model.has_inputs:
+            check_search(start.config.model, start.tokenizers, start.config.decode)
+        config, dataset = start.text.tokenized(start.tokenizers)
+        if not start.is_new:
+            config = with_first_schedule(start.folder, config)
+        self.config, self.dataset = config, dataset
+        self.devices = make_devices(config.parallel)
+        self.model = Transformer(config.model)
+        self.schedule = schedule or make_schedule(
+            config.optimizer, config.model.d_model, config.train.num_steps
+        )
+        self.optimizer = make_optimizer(config.optimizer, self.schedule)
+        self.make_state = _state_maker(config, self.optimizer)
+        self.state_shapes: TrainState = jax.eval_shape(self.make_state, seed_key(0))
+        self.validation = Validation(config, dataset, self.devices)
+        if objective is not None:
+            self.objective: Objective = functools.partial(objective, config.model)
+            self.frozen = frozen
+        else:
+            teacher, self.frozen = load_teacher(config.train.teacher, dataset.tokenizers)
+            self.objective = make_objective(self.model, config.train, teacher)
+        self.train_step = functools.partial(
+            train_step, objective=self.objective, optimizer=self.optimizer, config=config.train
+        )
+        if start.is_new:
+            self.load_start()  # Errors are raised before anything is written.
+
+    def compile_train_step(self) -> CompiledStep:
+        """Compiles the training step for the devices and the shapes of the batches."""
+        shapes = len(self.dataset.training.shapes)
+        return self.devices.compile_train_step(
+            self.train_step, frozen=self.frozen, max_shapes=shapes
+        )
+
+    def report(self) -> Iterator[tuple[str, str]]:
+        """Yields the lines at the start of a run, each with its label."""
+        config = self.config
+        yield from self.dataset.report()
+        params = self.state_shapes.params
+        yield (
+            "model",
+            f"{describe(params, config.train.freeze, config.model)}, {config.model.dtype}",
+        )
+        epochs = config.train.num_steps / self.dataset.training.batches_per_epoch
+        yield "steps", f"{config.train.num_steps:,}, which are {epochs:,.1f} epochs"
+        if config.train.label_smoothing:
+            smoothing = f"with label smoothing of {config.train.label_smoothing:g}"
+            yield "loss", f"{smoothing}; the perplexity is exp(loss) without it"
+        mesh = self.devices.mesh
+        axes = " x ".join(f"{size} {axis}" for axis, size in mesh.shape.items())
+        yield "devices", f"{mesh.size} {self.devices.devices[0].platform} ({axes})"
+        for line in check_rules(params, mesh.shape, self.devices.rules):
+            yield "sharding", line
+        yield "exports", summary(config.model, self.dataset.tokenizers.has_sentencepiece)
+
+    def export_obstacles(self) -> Iterator[tuple[str, str]]:
+        """Yields what prevents an export to each other format."""
+        has_sentencepiece = self.dataset.tokenizers.has_sentencepiece
+        for name, obstacle in exports(self.config.model, has_sentencepiece).items():
+            if obstacle:
+                yield "exports", f"not {name}: {obstacle}"
+
+    def costs(self) -> Iterator[tuple[str, str]]:
+        """Compiles the training step for each shape, and yields what it needs per device."""
+        step, state = self.compile_train_step(), self.abstract_state()
+        has_inputs, has_links = self.config.model.has_inputs, bool(self.config.data.alignments)
+        for shape in self.dataset.training.shapes:
+            batch = self.devices.abstract_batch(abstract_batch(shape, has_inputs, has_links))
+            cost = step_cost(step, state, batch)
+            rows = f"{shape.rows} x {shape.source_length} and {shape.target_length} tokens"
+            yield "step", f"one compilation for {rows}: {cost}"
+
+    @functools.cache  # noqa: B019  (an experiment lives as long as the program)
+    def load_start(self) -> tuple[Params | None, dict[str, Any]]:
+        """Loads the parameters, and moments, of `train.init_from`, if any, onto the host."""
+        train = self.config.train
+        if not train.init_from:
+            return None, {}
+        params = load_parameters(train.init_from, self.config.model, self.state_shapes.params)
+        return params, load_moments(train.init_from) if train.init_optimizer else {}
+
+    def initial_state(self, announce: Callable[[str], None] = print) -> TrainState:
+        """Creates the state before the first step, on the devices."""
+        mesh, rules = self.devices.mesh, self.devices.rules
+        state = devices.create(self.make_state, mesh, seed=self.config.train.seed, rules=rules)
+        params, moments = self.load_start()
+        if params is not None:
+            state = start_from(state, params, mesh, rules)
+        if moments:
+            opt_state, differing = with_moments(state.opt_state, moments)
+            state = dataclasses.replace(state, opt_state=opt_state)
+            new = f"; these begin anew: {', '.join(differing)}" if differing else ""
+            announce(f"the optimizer's moments are those of {self.config.train.init_from}{new}")
+        return state
+
+    def abstract_state(self, config: ExperimentConfig | None = None) -> TrainState:
+        """Returns the shapes, dtypes and shardings of the state, to restore a checkpoint into.
+
+        `config` is an earlier configuration of the run, with which the checkpoint was written.
+        """
+        shapes = self.state_shapes
+        if config is not None:
+            schedule = make_schedule(config.optimizer, config.model.d_model, config.train.num_steps)
+            optimizer = make_optimizer(config.optimizer, schedule)
+            shapes = jax.eval_shape(_state_maker(config, optimizer), seed_key(0))
+        return devices.abstract(shapes, self.devices.mesh, self.devices.rules)
+
+    def stream(self, position: DataPosition) -> Prefetched[Batch]:
+        """Returns an iterator of batches on the devices, from a position in the data."""
+        shard = own_shard(self.devices.mesh)
+        return self.dataset.training.prefetched(shard, self.devices.place_batch, position)
+
+
+def make_console(file: BestEffortOutput | None = None) -> Console:
+    """Returns a console for the progress of a run; quiet in all processes but the first.
+
+    In a notebook it prints plain lines, which become one output: Rich would show each line as an
+    output of its own. The steps are another, which is updated (`notebook.py`).
+    """
+    in_notebook = notebook.is_notebook()
+    return Console(
+        file=cast(TextIO, file),
+        highlight=False,
+        markup=False,
+        force_jupyter=False,
+        force_terminal=False if in_notebook else None,
+        soft_wrap=True,
+        quiet=not distributed.is_main(),
+    )
+
+
+def default_writers(config: TrainConfig, workdir: Path, console: Console) -> list[Writer | Tracker]:
+    """Returns the writer of `metrics.jsonl`, and the trackers of a configuration."""
+    chosen = [BY_NAME[name]() for name in dict.fromkeys(config.trackers)]
+    return [JsonLinesWriter(workdir / METRICS, console.print), *chosen]
+
+
+def fit(
+    experiment: Experiment,
+    workdir: str | Path,
+    console: Console | None = None,
+    interruption: Interruption | None = None,
+    writers: Sequence[Writer | Tracker] | None = None,
+    hooks: Hooks | None = None,
+) -> None:
+    """Trains from the newest checkpoint, or from the start, and writes checkpoints and metrics.
+
+    Arguments and errors as of `train`; `writers` are by default the `default_writers`, and the
+    console comes in addition.
+    """
+    config, console, workdir = experiment.config.train, console or make_console(), Path(workdir)
+    if writers is None:
+        writers = default_writers(config, workdir, console)
+    several, is_notebook = jax.process_count() > 1, notebook.is_notebook()
+    display = ConsoleWriter(
+        config.num_steps,
+        Console(quiet=True) if is_notebook else console,
+        experiment.dataset.training.batches_per_epoch,
+    )
+    trackers = [each for each in writers if isinstance(each, Tracker)]
+    trackers += [notebook.NotebookProgress()] if is_notebook else []
+    tracking = Trackers(trackers if distributed.is_main() else [], console.print)
+    untracked = [each for each in writers if not isinstance(each, Tracker)]
+    all_writers = [*untracked, tracking, display] if distributed.is_main() else []
+
+    def validated(params: Params, step: int) -> dict[str, Any]:
+        display.validating()
+        metrics, samples = experiment.validation.validate(params)
+        display.translated(samples)
+        tracking.tell("translated", step, samples)
+        return metrics
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(explained_exhaustion("training", _LESS_MEMORY))
+        checkpoints = stack.enter_context(
+            Checkpoints(
+                workdir, config.keep_last, config.keep_best, config.best_metric, console.print
+            )
+        )
+        state, progress, lines = state_to_go_on_from(experiment, checkpoints, console.print)
+        compiled = experiment.compile_train_step()
+        compiled.on_compile = display.compiling
+        is_interrupted = stack.enter_context(
+            contextlib.nullcontext(lambda step: False)
+            if interruption is None
+            else interruption.deferred(distributed.agree if several else None, config.log_every)
+        )
+        user = SavedFirst(hooks or Hooks(), distributed.agree, config.log_every if several else 1)
+        after_step = Hooks()
+        after_step.add_hook(lambda info: display.after_step(info.step, info.sums))
+        after_step.add_hook(lambda info: is_interrupted(info.step))
+        after_step.add_hook(user)
+        facts = to_dict(experiment.config)
+        facts["system"] = system_facts(experiment.devices.devices)
+        tracking.tell("begin", workdir, facts)
+        with contextlib.ExitStack() as closing:
+            for writer in all_writers:
+                closing.callback(writer.close)
+                writer.rewind(int(state.step))
+                for step, values in lines:
+                    writer.write(step, changes.SPLIT, values)
+            try:
+                loop.train(
+                    state,
+                    progress,
+                    train_step=compiled,
+                    stream=experiment.stream,
+                    evaluate=validated,
+                    schedule=experiment.schedule,
+                    checkpointer=checkpoints,
+                    writers=all_writers,
+                    config=config,
+                    devices=experiment.devices.devices,
+                    hooks=after_step,
+                )
+            except Interrupted as interrupted:
+                if not user.is_stopping:
+                    raise
+                console.print(f"by a hook, {interrupted}")
+        if why := loop.early_stop(progress, config):
+            console.print(why)
+        # While signals are still deferred.
+        checkpoints.wait()
+        user.finish()
+
+
+def state_to_go_on_from(
+    experiment: Experiment, checkpoints: Checkpoints, announce: Callable[[str], None] = print
+) -> tuple[TrainState, Progress, list[tuple[int, dict[str, str]]]]:
+    """Returns the state and the progress of the newest checkpoint, or those of a start.
+
+    Both are adapted to options that were changed after it. Also returns the lines about changes
+    that `metrics.jsonl` lacks.
+    """
+    latest, folder = checkpoints.latest_step(), checkpoints.run_folder
+    history = changes.read(folder)
+    if latest is None:
+        lines = changes.missing_lines(folder, history, 0)
+        return experiment.initial_state(announce), Progress(), lines
+    lines = changes.missing_lines(folder, history, latest)
+    pending = [each for each in history if each["step"] >= latest]
+    like = experiment.abstract_state()
+    if not pending:
+        state, saved = checkpoints.restore(like)
+        return state, Progress.from_json(saved), lines
+    earlier = experiment.abstract_state(changes.before(experiment.config, pending))
+    for entry in pending:
+        announce(f"changed after step {entry['step']:,}: {changes.described(entry)}")
+    if continuation.begins_epoch(pending):
+        announce("the data begin with a new epoch")
+    if not continuation.keeps_optimizer(earlier, like):
+        announce("the optimizer's state begins anew, but for its count of updates")
+    state, saved = checkpoints.restore(earlier)
+    freeze = experiment.config.train.freeze
+    state = continuation.adapted_state(state, like, experiment.optimizer, freeze)
+    return state, continuation.adapted_progress(Progress.from_json(saved), pending), lines
