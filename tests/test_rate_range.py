@@ -50,19 +50,23 @@ def losses(monkeypatch, trained_run):
     def replace(values):
         read = []
 
-        def made_up(prepared, rates):
-            for value in values(np.asarray(rates)):
+        def made_up(prepared, steps):
+            for value in values(np.geomspace(rate_range.LOWEST, rate_range.HIGHEST, steps)):
                 read.append(value)
                 yield value
 
         monkeypatch.setattr(rate_range, "_losses", made_up)
         return read
 
-    monkeypatch.setattr(rate_range, "prepare", lambda *_, **__: Prepared())
+    monkeypatch.setattr(rate_range, "begin", lambda *_, **__: None)
+    monkeypatch.setattr(rate_range, "Experiment", Prepared)
     return replace
 
 
 class Prepared:
+    def __init__(self, start, schedule):
+        pass
+
     def report(self):
         return iter(())
 

@@ -123,14 +123,17 @@ def test_training_continues_and_a_second_process_is_refused(uploaded_run, capfd,
     url, _ = uploaded_run
     refused = []
 
-    def another(step, split, metrics):
+    hooks = fmt.Hooks()
+
+    @hooks.add_hook
+    def another(info):
         refused.append(main(["train", f"--workdir={url}"]))
         return True
 
     # Without a test, which would translate all of its sentences.
     changes = {"train": {"num_steps": 202, "log_every": 1}, "data": {"test_split": ""}}
     config = with_changes(fmt.Run(url).config, changes)
-    trained = fmt.train(config, url, callbacks=[another], accept_changes=True)
+    trained = fmt.train(config, url, hooks=hooks, accept_changes=True)
     assert refused[0] == 1
     assert f"is training in {url} already" in capfd.readouterr().err
     assert trained.latest_step == 201

@@ -59,7 +59,7 @@ def read(number, run, outputs, end):
 def test_readers_never_fail_while_a_run_is_trained(tmp_path):
     talker = make_talker()
     run = tmp_path / "run"
-    write_run(run, talker.config, {}, talker.tokenizers)
+    write_run(run, talker.config, talker.tokenizers.files, {})
     steps = KEPT
     with Checkpoints(run, keep_last=KEPT, announce=pytest.fail) as checkpointer:
         for step in range(1, KEPT + 1):
