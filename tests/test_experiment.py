@@ -91,7 +91,7 @@ def test_a_refused_run_leaves_what_was_in_its_folder(tmp_path):
 
 
 def test_a_refused_continuation_leaves_the_run(run):
-    refused = with_changes(CONFIG, {"train": {"freeze": ("embeding",), "num_steps": 9}})
+    refused = with_changes(CONFIG, {"train": {"freeze": ("embedding",), "num_steps": 9}})
     with pytest.raises(UserError, match="another configuration"):
         flaxformer_mt.train(refused, run.folder)
     assert run.latest_step == 2
@@ -333,7 +333,7 @@ def test_a_folder_that_processes_do_not_share_is_refused(run, tmp_path, monkeypa
         (
             1,
             {"num_devices": 8, "tensor": 1},
-            r"the 2 rows .* 8 devices .* parts .*multiple of 1024",
+            r"the 4 rows .* 8 devices .* parts .*multiple of 512",
         ),
         (2, {"num_devices": 4}, r"num_devices=4, but 2 processes have 8 devices"),
         (2, {"num_devices": 8, "strategy": "pmap"}, r"strategy=pmap is for one process, and there"),

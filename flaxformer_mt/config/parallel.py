@@ -1,9 +1,9 @@
 """The distribution of training over devices."""
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Literal
 
+from flaxformer_mt.config import relations
 from flaxformer_mt.config.fields import Checked, FieldRole, option
 
 
@@ -28,17 +28,4 @@ class ParallelConfig(Checked):
     for not sharded)."""
 
     _prefix = "parallel."
-
-    def _problems(self) -> Iterator[str]:
-        if self.strategy == "mesh":
-            return
-        if max(self.fsdp, self.tensor) > 1:
-            yield (
-                "{strategy} cannot shard parameters: set parallel.fsdp and parallel.tensor to 1, "
-                "or parallel.strategy=mesh"
-            )
-        if self.sharding_rules:
-            yield (
-                "{strategy} cannot shard parameters: omit parallel.sharding_rules, or set "
-                "parallel.strategy=mesh"
-            )
+    _relations = relations.PARALLEL

@@ -2,10 +2,10 @@
 
 import dataclasses
 import re
-from collections.abc import Iterator
 from typing import Literal, TypeAlias
 
-from flaxformer_mt.config.fields import MAX_LAYERS, MAX_SEED, Checked, FieldRole, option, shown
+from flaxformer_mt.config import relations
+from flaxformer_mt.config.fields import MAX_LAYERS, MAX_SEED, Checked, FieldRole, option
 
 ValidationMetric: TypeAlias = Literal[
     "loss", "cross_entropy", "perplexity", "accuracy", "bleu", "chrf"
@@ -127,22 +127,7 @@ class TrainConfig(Checked):
     """Number of test translations to print at the end."""
 
     _prefix = "train."
-
-    def _problems(self) -> Iterator[str]:
-        for name, other in (
-            ("r_drop", "teacher"),
-            ("guided_alignment_weight", "r_drop"),
-            ("guided_alignment_weight", "teacher"),
-        ):
-            if getattr(self, name) and getattr(self, other):
-                yield f"{{{name}}} cannot be used with train.{other}: set it to 0"
-        if self.init_optimizer and not self.init_from:
-            yield "{init_optimizer} needs train.init_from, the run that has the optimizer"
-        if self.profile_steps and not self.profiled_steps:
-            yield (
-                f"train.profile_steps={shown(self.profile_steps)}: must be A:B, the numbers of the "
-                "first and the last step, such as 100:104"
-            )
+    _relations = relations.TRAIN
 
     @property
     def profiled_steps(self) -> range:

@@ -12,6 +12,7 @@ import jax
 
 from flaxformer_mt import distributed
 from flaxformer_mt.config import ExperimentConfig
+from flaxformer_mt.config.relations import EFFECTS
 from flaxformer_mt.data.dataset import Dataset
 from flaxformer_mt.data.run_text import RunText
 from flaxformer_mt.data.stream.token_store import has_parts
@@ -111,6 +112,7 @@ def begin(
 
 def new_run(given: ExperimentConfig, folder: Path, cache: Path) -> Start:
     """Starts a run, with the vocabulary that it is given or learns."""
+    given.require(EFFECTS)
     require_parameters(given.train.init_from, given.model)
     path = tokenizer_path(given)
     text = RunText(given, cache)

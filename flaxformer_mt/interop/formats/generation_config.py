@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
-from flaxformer_mt.config.decode import SAMPLING_FIELDS
 from flaxformer_mt.config.fields import MAX_VOCABULARY
+from flaxformer_mt.config.relations import SAMPLING_FIELDS
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer
 from flaxformer_mt.decoding.search.options import forbidden_token_ids
 from flaxformer_mt.errors import UserError
