@@ -29,6 +29,7 @@ from flaxformer_mt.data.corpora.corpus import load_corpus
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.experiment import start as start_module
 from flaxformer_mt.experiment.checks import check_config
+from flaxformer_mt.experiment.report import export_obstacles, report
 from flaxformer_mt.experiment.test import decoding_on
 from flaxformer_mt.trained_model import load_run
 from flaxformer_mt.training.hooks import Hooks, SavedFirst, StepInfo
@@ -460,8 +461,8 @@ def test_one_resolved_configuration_reaches_all_parts(run, tmp_path):
     assert parts.config.data.source_row_length == parts.dataset.training.shapes[0].source_length
     assert run.config.model.source_vocab_size == 0
     # The start of a run names the possible exports, a dry run also what prevents the others.
-    assert dict(parts.report())["exports"] == "ctranslate2, jax; not marian, marian-native"
-    reasons = [line for _, line in parts.export_obstacles()]
+    assert dict(report(parts))["exports"] == "ctranslate2, jax; not marian, marian-native"
+    reasons = [line for _, line in export_obstacles(parts)]
     assert reasons[0].startswith("not marian: position_layout=interleaved cannot be")
 
 

@@ -14,7 +14,6 @@ separately:
 
 import contextlib
 import dataclasses
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,12 +24,13 @@ from flaxformer_mt import distributed
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.config.files import load_config
 from flaxformer_mt.decoding.text_arguments import require_path
-from flaxformer_mt.errors import UserError
 from flaxformer_mt.experiment import checks
 from flaxformer_mt.experiment.fit import Experiment as Experiment
 from flaxformer_mt.experiment.fit import default_writers, make_console
 from flaxformer_mt.experiment.fit import fit as fit
 from flaxformer_mt.experiment.rate_range import find_learning_rate as find_learning_rate
+from flaxformer_mt.experiment.report import dry_run as dry_run
+from flaxformer_mt.experiment.report import report
 from flaxformer_mt.experiment.start import begin as begin
 from flaxformer_mt.experiment.start import open_folder as open_folder
 from flaxformer_mt.experiment.start import record, require_shared
@@ -40,7 +40,6 @@ from flaxformer_mt.remote.copies import with_urls
 from flaxformer_mt.remote.run_folders import training_folder
 from flaxformer_mt.remote.stores import url_of
 from flaxformer_mt.run_reader import Run
-from flaxformer_mt.runs import atomic
 from flaxformer_mt.runs.layout import METRICS
 from flaxformer_mt.standard_output import BestEffortOutput
 from flaxformer_mt.training.hooks import Hooks
@@ -123,11 +122,12 @@ def train(
     if objective is not None:
         train_config = dataclasses.replace(config.train, objective=name_of(objective))
         config = dataclasses.replace(config, train=train_config)
-    checks.check_config(config, has_objective=objective is not None)
     checks.check_memory(config)
     with open_folder(workdir, console.print) as folder:
-        parts = _assembled(config, folder, objective, frozen, accept_changes)
-        print_labelled(parts.report(), console)
+        parts = prepare(
+            config, folder, objective=objective, frozen=frozen, accept_changes=accept_changes
+        )
+        print_labelled(report(parts), console)
         given = contextlib.nullcontext(interruption)
         with given if interruption else handle_signals() as handled:
             all_writers = [*default_writers(config.train, folder, console), *writers]
@@ -162,16 +162,7 @@ def prepare(
       UserError: as of `train`, but for too little memory.
     """
     checks.check_config(config, has_objective=objective is not None)
-    return _assembled(config, Path(workdir), objective, frozen, accept_changes)
-
-
-def _assembled(
-    config: ExperimentConfig,
-    folder: Path,
-    objective: UserObjective | None,
-    frozen: Any,
-    accept_changes: bool,
-) -> Experiment:
+    folder = Path(workdir)
     with distributed.first_process_first("data") as is_first:
         if not is_first:
             require_shared(folder)
@@ -187,30 +178,3 @@ def evaluate_test(
 ) -> Tested:
     """Evaluates the best checkpoint of a run on its test corpus, and writes the metrics."""
     return experiment.validation.test(workdir, show_progress)
-
-
-def dry_run(
-    config: ExperimentConfig,
-    workdir: str | Path,
-    console: Console | None = None,
-    accept_changes: bool = False,
-) -> None:
-    """Checks an experiment and prints what would be trained, without writing anything.
-
-    Errors as in `train`, except that too little memory is only printed: the run may be meant for
-    another machine.
-    """
-    workdir, console = Path(workdir), console or make_console()
-    checks.check_one_process("--dry-run")
-    checks.check_config(config)
-    atomic.require_writable(workdir)
-    with tempfile.TemporaryDirectory() as cache:
-        start = begin(config, workdir, cache=Path(cache), accept_changes=accept_changes)
-        parts = Experiment(start)
-        print_labelled(parts.report(), console)
-        print_labelled(parts.export_obstacles(), console)
-        try:
-            checks.check_memory(parts.config)
-        except UserError as error:
-            console.print(f"memory   {error}: training would be refused here")
-        print_labelled(parts.costs(), console)

@@ -19,7 +19,7 @@ from flaxformer_mt.data.stream.batches import packed_shape
 from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers, read_tokenizers
 from flaxformer_mt.decoding.shortlists.shortlist import require_shortlist
-from flaxformer_mt.errors import UserError, prefixed
+from flaxformer_mt.errors import UserError
 from flaxformer_mt.model.attention import attention_class
 from flaxformer_mt.model.functional import init
 from flaxformer_mt.model.logical_axes import require_divisor
@@ -46,16 +46,21 @@ def check_config(config: ExperimentConfig, has_objective: bool = False) -> None:
         )
     check_precision(config.model)
     check_devices(config.parallel)
-    check_parts(config)
+    check_rows(config)
     make_schedule(config.optimizer, config.model.d_model, config.train.num_steps)
-    if config.decode.shortlist:
-        require_shortlist(config.decode.shortlist)
     if config.train.freeze:
         # The sizes of the vocabularies are not known yet.
         model = with_vocabulary_sizes(config.model, 1, 1)
         split(jax.eval_shape(lambda: init(model, seed_key(0))), config.train.freeze)
-    packed_shape(config)
     attention_class(config.model)
+    for name, heads in (
+        ("num_heads", config.model.num_heads),
+        ("num_kv_heads", config.model.kv_heads),
+    ):
+        require_divisor(config.parallel.tensor, heads, f"model.{name}", "tensor")
+    packed_shape(config)
+    if config.decode.shortlist:
+        require_shortlist(config.decode.shortlist)
 
 
 def check_memory(config: ExperimentConfig) -> None:
@@ -104,17 +109,13 @@ def check_devices(parallel: ParallelConfig) -> None:
             f"parallel.tensor={tensor} does not fit processes of {local} devices: one has to be a "
             "multiple of the other"
         )
-    with prefixed("parallel.num_devices: "):
-        make_devices(parallel)
+    make_devices(parallel)
 
 
-def check_parts(config: ExperimentConfig) -> None:
-    """Checks that devices can share out the attention heads, and the rows of a batch."""
-    model, tensor = config.model, config.parallel.tensor
-    for name, heads in (("num_heads", model.num_heads), ("num_kv_heads", model.kv_heads)):
-        require_divisor(tensor, heads, f"model.{name}", "tensor")
+def check_rows(config: ExperimentConfig) -> None:
+    """Checks that devices can share out the rows of a batch."""
     rows, row_length = config.rows_per_batch, config.data.row_lengths[1]
-    shards = (config.parallel.num_devices or jax.device_count()) // tensor
+    shards = (config.parallel.num_devices or jax.device_count()) // config.parallel.tensor
     parts = config.train.accumulation_steps
     if rows % (shards * parts):  # Short buckets have a multiple of these rows.
         raise UserError(

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -19,7 +19,6 @@ from flaxformer_mt.data.stream.prefetch import Prefetched
 from flaxformer_mt.decoding.translator import check_search
 from flaxformer_mt.experiment.start import Start
 from flaxformer_mt.experiment.test import Validation
-from flaxformer_mt.interop.exports import exports, summary
 from flaxformer_mt.interruption import Interrupted, Interruption
 from flaxformer_mt.memory_limits import explained_exhaustion
 from flaxformer_mt.model.transformer import Transformer
@@ -32,16 +31,14 @@ from flaxformer_mt.standard_output import BestEffortOutput
 from flaxformer_mt.training import continuation, devices, loop
 from flaxformer_mt.training.devices import CompiledStep, make_devices, seed_key
 from flaxformer_mt.training.hooks import Hooks, SavedFirst
-from flaxformer_mt.training.memory import abstract_batch, step_cost
 from flaxformer_mt.training.objective import UserObjective, make_objective
 from flaxformer_mt.training.optimizer import make_optimizer, make_schedule
-from flaxformer_mt.training.parameters import Params, describe
+from flaxformer_mt.training.parameters import Params
 from flaxformer_mt.training.reporting import notebook
 from flaxformer_mt.training.reporting.console import ConsoleWriter
 from flaxformer_mt.training.reporting.metrics import JsonLinesWriter, Writer
 from flaxformer_mt.training.reporting.progress import Progress
 from flaxformer_mt.training.reporting.trackers import BY_NAME, Tracker, Trackers, system_facts
-from flaxformer_mt.training.sharding import check_rules
 from flaxformer_mt.training.state import TrainState, create_state
 from flaxformer_mt.training.step import train_step
 from flaxformer_mt.training.warm_start import (
@@ -58,11 +55,17 @@ _LESS_MEMORY = (
 )
 
 
-def _state_maker(
-    config: ExperimentConfig, optimizer: optax.GradientTransformation
-) -> Callable[[jax.Array], TrainState]:
+def _optimization(
+    config: ExperimentConfig, schedule: optax.Schedule | None = None
+) -> tuple[optax.Schedule, optax.GradientTransformation, Callable[[jax.Array], TrainState]]:
+    """Returns learning rates, the optimizer, and what creates its state from a key."""
+    if schedule is None:
+        steps = config.train.num_steps
+        schedule = make_schedule(config.optimizer, config.model.d_model, steps)
+    optimizer = make_optimizer(config.optimizer, schedule)
     model = Transformer(config.model)
-    return functools.partial(create_state, model=model, optimizer=optimizer, config=config.train)
+    create = functools.partial(create_state, model=model, optimizer=optimizer, config=config.train)
+    return schedule, optimizer, create
 
 
 class Experiment:
@@ -88,11 +91,7 @@ class Experiment:
         self.config, self.dataset = config, dataset
         self.devices = make_devices(config.parallel)
         self.model = Transformer(config.model)
-        self.schedule = schedule or make_schedule(
-            config.optimizer, config.model.d_model, config.train.num_steps
-        )
-        self.optimizer = make_optimizer(config.optimizer, self.schedule)
-        self.make_state = _state_maker(config, self.optimizer)
+        self.schedule, self.optimizer, self.make_state = _optimization(config, schedule)
         self.state_shapes: TrainState = jax.eval_shape(self.make_state, seed_key(0))
         self.validation = Validation(config, dataset, self.devices)
         if objective is not None:
@@ -115,44 +114,6 @@ class Experiment:
             frozen=self.frozen,
             max_shapes=len(self.dataset.training.shapes),
         )
-
-    def report(self) -> Iterator[tuple[str, str]]:
-        """Yields the lines at the start of a run, each with its label."""
-        config = self.config
-        yield from self.dataset.report()
-        params = self.state_shapes.params
-        yield (
-            "model",
-            f"{describe(params, config.train.freeze, config.model)}, {config.model.dtype}",
-        )
-        epochs = config.train.num_steps / self.dataset.training.batches_per_epoch
-        yield "steps", f"{config.train.num_steps:,}, which are {epochs:,.1f} epochs"
-        if config.train.label_smoothing:
-            smoothing = f"with label smoothing of {config.train.label_smoothing:g}"
-            yield "loss", f"{smoothing}; the perplexity is exp(loss) without it"
-        mesh = self.devices.mesh
-        axes = " x ".join(f"{size} {axis}" for axis, size in mesh.shape.items())
-        yield "devices", f"{mesh.size} {self.devices.devices[0].platform} ({axes})"
-        for line in check_rules(params, mesh.shape, self.devices.rules):
-            yield "sharding", line
-        yield "exports", summary(config.model, self.dataset.tokenizers.has_sentencepiece)
-
-    def export_obstacles(self) -> Iterator[tuple[str, str]]:
-        """Yields what prevents an export to each other format."""
-        has_sentencepiece = self.dataset.tokenizers.has_sentencepiece
-        for name, obstacle in exports(self.config.model, has_sentencepiece).items():
-            if obstacle:
-                yield "exports", f"not {name}: {obstacle}"
-
-    def costs(self) -> Iterator[tuple[str, str]]:
-        """Compiles the training step for each shape, and yields what it needs per device."""
-        step, state = self.compile_train_step(), self.abstract_state()
-        has_inputs, has_links = self.config.model.has_inputs, bool(self.config.data.alignments)
-        for shape in self.dataset.training.shapes:
-            batch = self.devices.abstract_batch(abstract_batch(shape, has_inputs, has_links))
-            cost = step_cost(step.lower(state, batch).compile(), state, batch)
-            rows = f"{shape.rows} x {shape.source_length} and {shape.target_length} tokens"
-            yield "step", f"one compilation for {rows}: {cost}"
 
     @functools.cache  # noqa: B019  (an experiment lives as long as the program)
     def load_start(self) -> tuple[Params | None, dict[str, Any]]:
@@ -184,9 +145,7 @@ class Experiment:
         """
         shapes = self.state_shapes
         if config is not None:
-            schedule = make_schedule(config.optimizer, config.model.d_model, config.train.num_steps)
-            optimizer = make_optimizer(config.optimizer, schedule)
-            shapes = jax.eval_shape(_state_maker(config, optimizer), seed_key(0))
+            shapes = jax.eval_shape(_optimization(config)[2], seed_key(0))
         return devices.abstract(shapes, self.devices.mesh, self.devices.rules)
 
     def stream(self, position: DataPosition) -> Prefetched[Batch]:

@@ -20,6 +20,7 @@ from flaxformer_mt.data.stream.batches import DataPosition
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.experiment import checks
 from flaxformer_mt.experiment.fit import Experiment, make_console
+from flaxformer_mt.experiment.report import report
 from flaxformer_mt.experiment.start import begin
 from flaxformer_mt.training.optimizer import make_schedule
 from flaxformer_mt.training.reporting.console import print_labelled
@@ -74,7 +75,7 @@ def find_learning_rate(
         numbers = jnp.asarray(rates, float)
         start = begin(config, workdir, cache=Path(cache))
         prepared = Experiment(start, schedule=lambda count: numbers[count])
-        print_labelled(prepared.report(), console)
+        print_labelled(report(prepared), console)
         for rate, loss in zip(rates, _losses(prepared, steps), strict=False):
             losses.append(loss)
             if len(losses) % 20 == 0:

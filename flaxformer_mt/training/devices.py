@@ -22,7 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from flaxformer_mt.config import ParallelConfig
 from flaxformer_mt.data.stream.batches import Batch
 from flaxformer_mt.data.stream.placement import place_batch, row_sharding
-from flaxformer_mt.errors import UserError
+from flaxformer_mt.errors import UserError, prefixed
 from flaxformer_mt.training.sharding import (
     ACTIVATION_RULES,
     AXES,
@@ -388,9 +388,10 @@ class RunDevices:
 
 
 def make_devices(config: ParallelConfig) -> RunDevices:
-    """Arranges the first `num_devices` devices, or all."""
+    """Arranges the first `num_devices` devices, or all; errors as of `make_mesh`."""
     available = jax.devices()
-    return RunDevices.arrange(config, available[: config.num_devices or len(available)])
+    with prefixed("parallel.num_devices: "):
+        return RunDevices.arrange(config, available[: config.num_devices or len(available)])
 
 
 def sum_over_devices(tree: Tree) -> Tree:
