@@ -26,11 +26,11 @@ from flaxformer_mt.config import (
 from flaxformer_mt.config.experiment import with_changes
 from flaxformer_mt.data import run_text
 from flaxformer_mt.data.corpora.corpus import load_corpus
+from flaxformer_mt.decoding.batching.workers import decoding_on
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.experiment import start as start_module
 from flaxformer_mt.experiment.checks import check_config
 from flaxformer_mt.experiment.report import export_obstacles, report
-from flaxformer_mt.experiment.test import decoding_on
+from flaxformer_mt.runs import folder as run_folder
 from flaxformer_mt.trained_model import load_run
 from flaxformer_mt.training.hooks import Hooks, SavedFirst, StepInfo
 from flaxformer_mt.training.reporting.trackers import Tracker
@@ -311,7 +311,7 @@ def test_several_processes_stop_after_the_same_step():
 
 def test_a_folder_that_processes_do_not_share_is_refused(run, tmp_path, monkeypatch):
     monkeypatch.setattr(distributed, "is_main", lambda: False)
-    monkeypatch.setattr(start_module, "_SHARED_SECONDS", 0)
+    monkeypatch.setattr(run_folder, "_SHARED_SECONDS", 0)
     experiment.prepare(CONFIG, run.folder)
     with pytest.raises(UserError, match="does not see what process 0 has written there"):
         experiment.prepare(CONFIG, tmp_path / "local")

@@ -26,27 +26,27 @@ from flaxformer_mt.config.files import load_config
 from flaxformer_mt.decoding.text_arguments import require_path
 from flaxformer_mt.experiment import checks
 from flaxformer_mt.experiment.fit import Experiment as Experiment
-from flaxformer_mt.experiment.fit import default_writers, make_console
 from flaxformer_mt.experiment.fit import fit as fit
 from flaxformer_mt.experiment.rate_range import find_learning_rate as find_learning_rate
 from flaxformer_mt.experiment.report import dry_run as dry_run
 from flaxformer_mt.experiment.report import report
 from flaxformer_mt.experiment.start import begin as begin
 from flaxformer_mt.experiment.start import open_folder as open_folder
-from flaxformer_mt.experiment.start import record, require_shared
+from flaxformer_mt.experiment.start import record
 from flaxformer_mt.experiment.test import Tested
 from flaxformer_mt.interruption import Interruption, handle_signals
 from flaxformer_mt.remote.copies import with_urls
 from flaxformer_mt.remote.run_folders import training_folder
 from flaxformer_mt.remote.stores import url_of
 from flaxformer_mt.run_reader import Run
+from flaxformer_mt.runs.folder import require_shared
 from flaxformer_mt.runs.layout import METRICS
 from flaxformer_mt.standard_output import BestEffortOutput
 from flaxformer_mt.training.hooks import Hooks
 from flaxformer_mt.training.objective import UserObjective, name_of
-from flaxformer_mt.training.reporting.console import print_labelled
+from flaxformer_mt.training.reporting.console import make_console, print_labelled
 from flaxformer_mt.training.reporting.metrics import Writer
-from flaxformer_mt.training.reporting.trackers import Tracker
+from flaxformer_mt.training.reporting.trackers import Tracker, default_writers
 
 
 def train(
@@ -130,7 +130,7 @@ def train(
         print_labelled(report(parts), console)
         given = contextlib.nullcontext(interruption)
         with given if interruption else handle_signals() as handled:
-            all_writers = [*default_writers(config.train, folder, console), *writers]
+            all_writers = [*default_writers(config.train, folder, console.print), *writers]
             fit(parts, folder, console, handled, all_writers, hooks)
         parts.validation.print_test(folder, console)
         if config.model.has_inputs:  # A language model does not translate.
@@ -168,8 +168,9 @@ def prepare(
             require_shared(folder)
         start = begin(config, folder, accept_changes=accept_changes)
         parts = Experiment(start, objective, frozen)
+        parts.make()
         if is_first:
-            record(start, parts.dataset)
+            record(parts.start, parts.dataset)
     return parts
 
 

@@ -5,14 +5,15 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any
 
 import jax
 import optax
 from rich.console import Console
 
 from flaxformer_mt import distributed
-from flaxformer_mt.config import ExperimentConfig, TrainConfig, to_dict
+from flaxformer_mt.config import ExperimentConfig, to_dict
+from flaxformer_mt.data.dataset import Dataset
 from flaxformer_mt.data.stream.batches import Batch, DataPosition
 from flaxformer_mt.data.stream.placement import own_shard
 from flaxformer_mt.data.stream.prefetch import Prefetched
@@ -26,28 +27,20 @@ from flaxformer_mt.objectives.cross_entropy import Objective
 from flaxformer_mt.runs import changes
 from flaxformer_mt.runs.checkpoint import Checkpoints
 from flaxformer_mt.runs.folder import with_first_schedule
-from flaxformer_mt.runs.layout import METRICS
-from flaxformer_mt.standard_output import BestEffortOutput
-from flaxformer_mt.training import continuation, devices, loop
-from flaxformer_mt.training.devices import CompiledStep, make_devices, seed_key
+from flaxformer_mt.training import continuation, devices, loop, warm_start
+from flaxformer_mt.training.devices import CompiledStep, RunDevices, make_devices, seed_key
 from flaxformer_mt.training.hooks import Hooks, SavedFirst
 from flaxformer_mt.training.objective import UserObjective, make_objective
 from flaxformer_mt.training.optimizer import make_optimizer, make_schedule
 from flaxformer_mt.training.parameters import Params
-from flaxformer_mt.training.reporting import notebook
-from flaxformer_mt.training.reporting.console import ConsoleWriter
-from flaxformer_mt.training.reporting.metrics import JsonLinesWriter, Writer
+from flaxformer_mt.training.reporting import trackers
+from flaxformer_mt.training.reporting.console import ConsoleWriter, is_notebook, make_console
+from flaxformer_mt.training.reporting.metrics import Writer
+from flaxformer_mt.training.reporting.notebook import NotebookProgress
 from flaxformer_mt.training.reporting.progress import Progress
-from flaxformer_mt.training.reporting.trackers import BY_NAME, Tracker, Trackers, system_facts
+from flaxformer_mt.training.reporting.trackers import Tracker
 from flaxformer_mt.training.state import TrainState, create_state
 from flaxformer_mt.training.step import train_step
-from flaxformer_mt.training.warm_start import (
-    load_moments,
-    load_parameters,
-    load_teacher,
-    start_from,
-    with_moments,
-)
 
 _LESS_MEMORY = (
     "set model.remat=full, or parallel.fsdp with several devices; a new run can also have more "
@@ -55,84 +48,134 @@ _LESS_MEMORY = (
 )
 
 
-def _optimization(
-    config: ExperimentConfig, schedule: optax.Schedule | None = None
-) -> tuple[optax.Schedule, optax.GradientTransformation, Callable[[jax.Array], TrainState]]:
-    """Returns learning rates, the optimizer, and what creates its state from a key."""
-    if schedule is None:
-        steps = config.train.num_steps
-        schedule = make_schedule(config.optimizer, config.model.d_model, steps)
-    optimizer = make_optimizer(config.optimizer, schedule)
+def _schedule(config: ExperimentConfig) -> optax.Schedule:
+    return make_schedule(config.optimizer, config.model.d_model, config.train.num_steps)
+
+
+def _state_maker(
+    config: ExperimentConfig, optimizer: optax.GradientTransformation
+) -> Callable[[jax.Array], TrainState]:
     model = Transformer(config.model)
-    create = functools.partial(create_state, model=model, optimizer=optimizer, config=config.train)
-    return schedule, optimizer, create
+    return functools.partial(create_state, model=model, optimizer=optimizer, config=config.train)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Experiment:
-    """The parts of an experiment: model, objective, optimizer, devices, steps and data.
+    """The parts of an experiment, each of which is made when it is first asked for.
 
-    `config` has all sizes. `objective`, if given, is minimized instead of that of the
-    configuration, and `frozen` is its last argument; `schedule` takes the place of the configured
-    learning rates.
+    `own_objective`, if given, is minimized instead of that of the configuration, and `own_frozen`
+    is its last argument; `own_schedule` takes the place of the configured learning rates.
     """
 
-    def __init__(
-        self,
-        start: Start,
-        objective: UserObjective | None = None,
-        frozen: Any = None,
-        schedule: optax.Schedule | None = None,
-    ) -> None:
+    start: Start
+    own_objective: UserObjective | None = None
+    own_frozen: Any = None
+    own_schedule: optax.Schedule | None = None
+
+    def make(self) -> None:
+        """Makes all parts; their errors are raised before anything is written."""
+        _ = self.validation, self.train_step, self.state_shapes
+        if self.start.is_new:
+            _ = self.loaded
+
+    @functools.cached_property
+    def _tokenized(self) -> tuple[ExperimentConfig, Dataset]:
+        start = self.start
         if start.config.model.has_inputs:
             check_search(start.config.model, start.tokenizers, start.config.decode)
         config, dataset = start.text.tokenized(start.tokenizers)
-        if not start.is_new:
-            config = with_first_schedule(start.folder, config)
-        self.config, self.dataset = config, dataset
-        self.devices = make_devices(config.parallel)
-        self.model = Transformer(config.model)
-        self.schedule, self.optimizer, self.make_state = _optimization(config, schedule)
-        self.state_shapes: TrainState = jax.eval_shape(self.make_state, seed_key(0))
-        self.validation = Validation(config, dataset, self.devices)
-        if objective is not None:
-            self.objective: Objective = functools.partial(objective, config.model)
-            self.frozen = frozen
-        else:
-            teacher, self.frozen = load_teacher(config.train.teacher, dataset.tokenizers)
-            self.objective = make_objective(self.model, config.train, teacher)
-        self.train_step = functools.partial(
-            train_step, objective=self.objective, optimizer=self.optimizer, config=config.train
+        return config if start.is_new else with_first_schedule(start.folder, config), dataset
+
+    @property
+    def config(self) -> ExperimentConfig:
+        """The configuration with all sizes."""
+        return self._tokenized[0]
+
+    @property
+    def dataset(self) -> Dataset:
+        """The training stream and the evaluation sets."""
+        return self._tokenized[1]
+
+    @functools.cached_property
+    def devices(self) -> RunDevices:
+        """The devices, and what they compile."""
+        return make_devices(self.config.parallel)
+
+    @functools.cached_property
+    def model(self) -> Transformer:
+        """The model, as a Flax module."""
+        return Transformer(self.config.model)
+
+    @functools.cached_property
+    def schedule(self) -> optax.Schedule:
+        """From the number of updates made to the learning rate."""
+        return self.own_schedule or _schedule(self.config)
+
+    @functools.cached_property
+    def optimizer(self) -> optax.GradientTransformation:
+        """The optimizer with its schedule."""
+        return make_optimizer(self.config.optimizer, self.schedule)
+
+    @functools.cached_property
+    def make_state(self) -> Callable[[jax.Array], TrainState]:
+        """From a key to the state before the first step."""
+        return _state_maker(self.config, self.optimizer)
+
+    @functools.cached_property
+    def state_shapes(self) -> TrainState:
+        """The shapes and dtypes of the state."""
+        return jax.eval_shape(self.make_state, seed_key(0))
+
+    @functools.cached_property
+    def validation(self) -> Validation:
+        """Evaluates parameters."""
+        return Validation(self.config, self.dataset, self.devices)
+
+    @functools.cached_property
+    def _minimized(self) -> tuple[Objective, Any]:
+        if self.own_objective is not None:
+            return functools.partial(self.own_objective, self.config.model), self.own_frozen
+        train = self.config.train
+        teacher, frozen = warm_start.load_teacher(train.teacher, self.dataset.tokenizers)
+        return make_objective(self.model, train, teacher), frozen
+
+    @functools.cached_property
+    def train_step(self) -> Callable[..., Any]:
+        """The training step, as a pure function."""
+        objective, _ = self._minimized
+        return functools.partial(
+            train_step, objective=objective, optimizer=self.optimizer, config=self.config.train
         )
-        if start.is_new:
-            self.load_start()  # Errors are raised before anything is written.
 
     def compile_train_step(self) -> CompiledStep:
         """Compiles the training step for the devices and the shapes of the batches."""
         return self.devices.compile_train_step(
             self.train_step,
             seed=self.config.train.seed,
-            frozen=self.frozen,
+            frozen=self._minimized[1],
             max_shapes=len(self.dataset.training.shapes),
         )
 
-    @functools.cache  # noqa: B019  (an experiment lives as long as the program)
-    def load_start(self) -> tuple[Params | None, dict[str, Any]]:
-        """Loads the parameters, and moments, of `train.init_from`, if any, onto the host."""
+    @functools.cached_property
+    def loaded(self) -> tuple[Params | None, dict[str, Any]]:
+        """The parameters, and moments, of `train.init_from`, if any, on the host."""
         train = self.config.train
         if not train.init_from:
             return None, {}
-        params = load_parameters(train.init_from, self.config.model, self.state_shapes.params)
-        return params, load_moments(train.init_from) if train.init_optimizer else {}
+        params = warm_start.load_parameters(
+            train.init_from, self.config.model, self.state_shapes.params
+        )
+        return params, warm_start.load_moments(train.init_from) if train.init_optimizer else {}
 
     def initial_state(self, announce: Callable[[str], None] = print) -> TrainState:
         """Creates the state before the first step, on the devices."""
         mesh, rules = self.devices.mesh, self.devices.rules
         state = devices.create(self.make_state, mesh, seed=self.config.train.seed, rules=rules)
-        params, moments = self.load_start()
+        params, moments = self.loaded
         if params is not None:
-            state = start_from(state, params, mesh, rules)
+            state = warm_start.start_from(state, params, mesh, rules)
         if moments:
-            opt_state, differing = with_moments(state.opt_state, moments)
+            opt_state, differing = warm_start.with_moments(state.opt_state, moments)
             state = dataclasses.replace(state, opt_state=opt_state)
             new = f"; these begin anew: {', '.join(differing)}" if differing else ""
             announce(f"the optimizer's moments are those of {self.config.train.init_from}{new}")
@@ -145,37 +188,14 @@ class Experiment:
         """
         shapes = self.state_shapes
         if config is not None:
-            shapes = jax.eval_shape(_optimization(config)[2], seed_key(0))
+            optimizer = make_optimizer(config.optimizer, _schedule(config))
+            shapes = jax.eval_shape(_state_maker(config, optimizer), seed_key(0))
         return devices.abstract(shapes, self.devices.mesh, self.devices.rules)
 
     def stream(self, position: DataPosition) -> Prefetched[Batch]:
         """Returns an iterator of batches on the devices, from a position in the data."""
         shard = own_shard(self.devices.mesh)
         return self.dataset.training.prefetched(shard, self.devices.place_batch, position)
-
-
-def make_console(file: BestEffortOutput | None = None) -> Console:
-    """Returns a console for the progress of a run; quiet in all processes but the first.
-
-    In a notebook it prints plain lines, which become one output: Rich would show each line as an
-    output of its own. The steps are another, which is updated (`notebook.py`).
-    """
-    in_notebook = notebook.is_notebook()
-    return Console(
-        file=cast(TextIO, file),
-        highlight=False,
-        markup=False,
-        force_jupyter=False,
-        force_terminal=False if in_notebook else None,
-        soft_wrap=True,
-        quiet=not distributed.is_main(),
-    )
-
-
-def default_writers(config: TrainConfig, workdir: Path, console: Console) -> list[Writer | Tracker]:
-    """Returns the writer of `metrics.jsonl`, and the trackers of a configuration."""
-    chosen = [BY_NAME[name]() for name in dict.fromkeys(config.trackers)]
-    return [JsonLinesWriter(workdir / METRICS, console.print), *chosen]
 
 
 def fit(
@@ -193,16 +213,16 @@ def fit(
     """
     config, console, workdir = experiment.config.train, console or make_console(), Path(workdir)
     if writers is None:
-        writers = default_writers(config, workdir, console)
-    several, is_notebook = jax.process_count() > 1, notebook.is_notebook()
+        writers = trackers.default_writers(config, workdir, console.print)
+    several, in_notebook = jax.process_count() > 1, is_notebook()
     display = ConsoleWriter(
         config.num_steps,
-        Console(quiet=True) if is_notebook else console,
+        Console(quiet=True) if in_notebook else console,
         experiment.dataset.training.batches_per_epoch,
     )
-    trackers = [each for each in writers if isinstance(each, Tracker)]
-    trackers += [notebook.NotebookProgress()] if is_notebook else []
-    tracking = Trackers(trackers if distributed.is_main() else [], console.print)
+    told = [each for each in writers if isinstance(each, Tracker)]
+    told += [NotebookProgress()] if in_notebook else []
+    tracking = trackers.Trackers(told if distributed.is_main() else [], console.print)
     untracked = [each for each in writers if not isinstance(each, Tracker)]
     all_writers = [*untracked, tracking, display] if distributed.is_main() else []
 
@@ -233,9 +253,8 @@ def fit(
         after_step.add_hook(lambda info: display.after_step(info.step, info.sums))
         after_step.add_hook(lambda info: is_interrupted(info.step))
         after_step.add_hook(user)
-        facts = to_dict(experiment.config)
-        facts["system"] = system_facts(experiment.devices.devices)
-        tracking.tell("begin", workdir, facts)
+        system = trackers.system_facts(experiment.devices.devices)
+        tracking.tell("begin", workdir, to_dict(experiment.config) | {"system": system})
         with contextlib.ExitStack() as closing:
             for writer in all_writers:
                 closing.callback(writer.close)

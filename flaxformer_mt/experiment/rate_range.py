@@ -19,11 +19,11 @@ from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.data.stream.batches import DataPosition
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.experiment import checks
-from flaxformer_mt.experiment.fit import Experiment, make_console
+from flaxformer_mt.experiment.fit import Experiment
 from flaxformer_mt.experiment.report import report
 from flaxformer_mt.experiment.start import begin
 from flaxformer_mt.training.optimizer import make_schedule
-from flaxformer_mt.training.reporting.console import print_labelled
+from flaxformer_mt.training.reporting.console import make_console, print_labelled
 
 LOWEST, HIGHEST = 1e-6, 1.0
 _STEPS = 200
@@ -74,7 +74,7 @@ def find_learning_rate(
         # The rate of each step takes the place of the schedule.
         numbers = jnp.asarray(rates, float)
         start = begin(config, workdir, cache=Path(cache))
-        prepared = Experiment(start, schedule=lambda count: numbers[count])
+        prepared = Experiment(start, own_schedule=lambda count: numbers[count])
         print_labelled(report(prepared), console)
         for rate, loss in zip(rates, _losses(prepared, steps), strict=False):
             losses.append(loss)

@@ -9,13 +9,13 @@ from rich.console import Console
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.experiment import checks
-from flaxformer_mt.experiment.fit import Experiment, make_console
+from flaxformer_mt.experiment.fit import Experiment
 from flaxformer_mt.experiment.start import begin
 from flaxformer_mt.interop.exports import exports, summary
 from flaxformer_mt.runs import atomic
 from flaxformer_mt.training.memory import abstract_batch, step_cost
 from flaxformer_mt.training.parameters import describe
-from flaxformer_mt.training.reporting.console import print_labelled
+from flaxformer_mt.training.reporting.console import make_console, print_labelled
 from flaxformer_mt.training.sharding import check_rules
 
 
@@ -78,6 +78,7 @@ def dry_run(
     with tempfile.TemporaryDirectory() as cache:
         start = begin(config, workdir, cache=Path(cache), accept_changes=accept_changes)
         parts = Experiment(start)
+        parts.make()
         print_labelled(report(parts), console)
         print_labelled(export_obstacles(parts), console)
         try:

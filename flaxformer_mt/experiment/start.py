@@ -3,12 +3,9 @@
 import contextlib
 import dataclasses
 import shutil
-import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
-
-import jax
 
 from flaxformer_mt import distributed
 from flaxformer_mt.config import ExperimentConfig
@@ -21,9 +18,8 @@ from flaxformer_mt.errors import UserError
 from flaxformer_mt.experiment import checks
 from flaxformer_mt.remote.copies import local
 from flaxformer_mt.runs import folder as run_folder
-from flaxformer_mt.runs import step_folders
 from flaxformer_mt.runs.data_file import HOLD_OUT, TOKENIZER
-from flaxformer_mt.runs.layout import CACHE, CONFIG, METRICS
+from flaxformer_mt.runs.layout import CACHE, CONFIG
 from flaxformer_mt.training.warm_start import require_parameters, tokenizer_path
 
 
@@ -46,18 +42,13 @@ def open_folder(workdir: str | Path, announce: Callable[[str], None] = print) ->
         try:
             yield workdir
         except UserError:
-            if not _has_trained(workdir):
+            if not run_folder.has_trained(workdir):
                 _remove_new(workdir, before)
             raise
         finally:
             is_run = (workdir / CONFIG).exists()
             if before is None and not is_run and not has_parts(workdir / CACHE):
                 _remove_new(workdir, before)
-
-
-def _has_trained(workdir: Path) -> bool:
-    metrics = workdir / METRICS
-    return step_folders.has_any(workdir) or (metrics.exists() and metrics.stat().st_size > 0)
 
 
 def _remove_new(workdir: Path, before: Collection[Path] | None) -> None:
@@ -152,19 +143,3 @@ def record(start: Start, dataset: Dataset) -> None:
     fingerprints: dict[str, Any] = {**texts, TOKENIZER: start.tokenizers.fingerprints}
     fingerprints |= {HOLD_OUT: division} if division else {}
     run_folder.write_run(start.folder, start.config, start.tokenizers.files, fingerprints)
-
-
-_SHARED_SECONDS = 60
-"""How long a file system may take to show other hosts what one of them has written: that of NFS."""
-
-
-def require_shared(workdir: Path) -> None:
-    """Checks that a process other than the first sees the run folder that the first has written."""
-    end = time.monotonic() + _SHARED_SECONDS
-    while not (workdir / CONFIG).exists():
-        if time.monotonic() > end:
-            raise UserError(
-                f"--workdir={workdir}: process {jax.process_index()} does not see what process 0 "
-                "has written there: give a folder on a file system that all processes share"
-            )
-        time.sleep(0.5)

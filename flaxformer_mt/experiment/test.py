@@ -1,6 +1,5 @@
 """Evaluates a run: validations while it trains, and the test at its end."""
 
-import dataclasses
 import functools
 import itertools
 import json
@@ -13,10 +12,11 @@ import numpy as np
 from rich.console import Console
 
 from flaxformer_mt import distributed
-from flaxformer_mt.config import DecodeConfig, ExperimentConfig
+from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.data.dataset import Dataset
 from flaxformer_mt.data.stream.batches import Batch, evaluation_batches
 from flaxformer_mt.data.stream.placement import own_shard, row_shards
+from flaxformer_mt.decoding.batching.workers import decoding_on
 from flaxformer_mt.decoding.parameters import on_one_device
 from flaxformer_mt.decoding.scoring.teacher_forcing import predict_tokens
 from flaxformer_mt.decoding.translator import Sentence, Translator, into_languages
@@ -183,15 +183,3 @@ class Validation:
 
 def _shapes(batch: Batch) -> tuple[tuple[int, ...], ...]:
     return tuple(leaf.shape for leaf in jax.tree.leaves(batch))
-
-
-def decoding_on(devices: Sequence[jax.Device], decode: DecodeConfig) -> DecodeConfig:
-    """Returns search options with which no more devices translate than train.
-
-    `devices` are those that train, of all processes. A `num_devices` chosen by the user does not
-    change.
-    """
-    own = [each for each in devices if each.process_index == jax.process_index()]
-    if decode.num_devices or not own or own[0].platform == "cpu":  # Zero means one CPU.
-        return decode
-    return dataclasses.replace(decode, num_devices=len(own))

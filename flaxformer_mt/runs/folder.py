@@ -6,9 +6,12 @@ the folder would hold a different run. It is continued whole or not at all.
 
 import contextlib
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
+
+import jax
 
 from flaxformer_mt import config as configuration
 from flaxformer_mt import input_files
@@ -64,6 +67,12 @@ def require_run(folder: str | Path) -> None:
         raise UserError(f"there is no run folder {folder}")
     if not Path(folder, layout.CONFIG).is_file():
         raise UserError(f"{folder} is not a run folder: it has no {layout.CONFIG}")
+
+
+def has_trained(workdir: Path) -> bool:
+    """Returns whether a folder has a checkpoint, or metrics."""
+    metrics = workdir / layout.METRICS
+    return step_folders.has_any(workdir) or (metrics.exists() and metrics.stat().st_size > 0)
 
 
 def is_content_of_run(path: Path) -> bool:
@@ -283,3 +292,19 @@ def update_config(
     if experiment != stored or added:
         text = configuration.to_json(experiment, [*history, *added])
         atomic.write_text(workdir / layout.CONFIG, text)
+
+
+_SHARED_SECONDS = 60
+"""How long a file system may take to show other hosts what one of them has written: that of NFS."""
+
+
+def require_shared(workdir: Path) -> None:
+    """Checks that a process other than the first sees the run folder that the first has written."""
+    end = time.monotonic() + _SHARED_SECONDS
+    while not (workdir / layout.CONFIG).exists():
+        if time.monotonic() > end:
+            raise UserError(
+                f"--workdir={workdir}: process {jax.process_index()} does not see what process 0 "
+                "has written there: give a folder on a file system that all processes share"
+            )
+        time.sleep(0.5)

@@ -8,8 +8,9 @@ import collections
 import datetime
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -41,6 +42,29 @@ def some_of(samples: Sequence[Sample]) -> list[Sample]:
     """Chooses the samples to print, each once: the same ones, from the middle of each part."""
     middles = (len(samples) * (2 * part + 1) // (2 * _SAMPLES) for part in range(_SAMPLES))
     return [samples[index] for index in dict.fromkeys(middles)]
+
+
+def is_notebook() -> bool:
+    """Returns whether the program runs in Jupyter, Colab or the like."""
+    return Console().is_jupyter
+
+
+def make_console(file: Any = None) -> Console:
+    """Returns a console for the progress of a run; quiet in all processes but the first.
+
+    In a notebook it prints plain lines, which become one output: Rich would show each line as an
+    output of its own. The steps are another, which is updated (`notebook.py`).
+    """
+    in_notebook = is_notebook()
+    return Console(
+        file=file,
+        highlight=False,
+        markup=False,
+        force_jupyter=False,
+        force_terminal=False if in_notebook else None,
+        soft_wrap=True,
+        quiet=jax.process_index() > 0,
+    )
 
 
 class ConsoleWriter:
