@@ -56,7 +56,7 @@ class CorpusConfig(Checked):
     """Sampling weight of its pairs relative to the other corpora; see data.mixture_temperature."""
 
     _prefix = "CorpusConfig."
-    _relations = relations.COLUMNS
+    _relations = relations.CORPUS
 
     @property
     def shares_hold_out(self) -> bool:

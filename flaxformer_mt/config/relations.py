@@ -102,6 +102,16 @@ def _can_be_whole(text: str) -> bool:
     return not is_special and text.split() == [text] and not {"\u2581", "\u2585"} & set(text)
 
 
+CORPUS: tuple[Relation, ...] = (
+    *COLUMNS,
+    (
+        lambda c: not c.tag.isprintable() or not all(map(_can_be_whole, c.tag.split())),
+        "{tag}: must be words between spaces, without other white space, \u2581 and the special "
+        "tokens of a vocabulary",
+    ),
+)
+
+
 def _held_out_elsewhere(config: Any) -> str:
     """The message about pairs to hold out of corpora that are not trained on, or ""."""
     for name in ("valid_corpora", "test_corpora"):
