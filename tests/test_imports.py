@@ -77,7 +77,15 @@ ALLOWED = {
     "trained_model": {"config", "data.tokenizers", "distributed", "model", "runs"} | LEAVES,
     "presets": {"config"} | LEAVES,
     "model": {"config"} | LEAVES,
-    "data": {"config", "distributed", "runs.data_file", "runs.layout", "runs.manifest"} | LEAVES,
+    "data": {
+        "config",
+        "distributed",
+        "runs.data_file",
+        "runs.identity",
+        "runs.layout",
+        "runs.manifest",
+    }
+    | LEAVES,
     "training": {
         "config",
         "model",
