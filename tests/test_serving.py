@@ -140,6 +140,17 @@ def test_it_answers_as_libretranslate_does(client, translator):
     assert client.get("/health") == (200, {"status": "ok"})
 
 
+def test_there_is_a_page_to_type_into_that_loads_nothing_else(client):
+    head, _, page = client.raw(b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n").partition(
+        b"\r\n\r\n"
+    )
+    assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert b"content-type: text/html" in head
+    assert b"content-security-policy: default-src 'none'; " in head
+    assert b"<textarea" in page
+    assert not re.search(rb"//|src=|import", page)
+
+
 def test_it_answers_as_openai_does(client, translator, trained_run):
     name, text = trained_run.name, "seven kilometers"
     status, models = client.get("/v1/models")
