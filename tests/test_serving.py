@@ -23,6 +23,7 @@ import flaxformer_mt as fmt
 from flaxformer_mt.cli import main
 from flaxformer_mt.config import DataConfig
 from flaxformer_mt.data.corpora.corpus import load_corpus
+from flaxformer_mt.decoding.translator import Hypothesis
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.serving import batching, http
 
@@ -110,7 +111,7 @@ class Recorded:
         if "worse" in lines:
             raise RuntimeError("worse")
         texts = [line.upper() * (self.repeated if line == "long" else 1) for line in lines]
-        return [[fmt.decoding.translator.Hypothesis(text)] * count for text in texts]
+        return [[Hypothesis(text)] * count for text in texts]
 
 
 @pytest.fixture
