@@ -5,7 +5,8 @@ import uuid
 
 import pytest
 
-from flaxformer_mt.remote import copies
+from flaxformer_mt.remote import reading
+from flaxformer_mt.remote.publishing import publish
 
 
 @pytest.fixture(scope="session")
@@ -32,8 +33,8 @@ def own_cache(tmp_path, monkeypatch):
 
 def forget_copies():
     """Does what the end of a process does."""
-    copies._open.close()
-    copies._copies.clear()
+    reading._open.close()
+    reading._views.clear()
 
 
 @pytest.fixture(params=["s3", "file"])
@@ -59,11 +60,9 @@ def s3_url(s3_server, monkeypatch):
 
 
 @pytest.fixture
-def uploaded_run(trained_run, s3_url, tmp_path):
+def published_run(trained_run, s3_url, tmp_path):
     """Returns the URL of a trained run, and a local folder of the same."""
     folder = tmp_path / "local" / "folder"
     shutil.copytree(trained_run, folder)
-    with copies.new_copy(s3_url) as copy:
-        shutil.copytree(trained_run, copy.local)
-        copy.upload()
+    publish(folder, s3_url)
     return s3_url, folder
