@@ -34,6 +34,10 @@ _SECONDS, _MAX_SECONDS = 5.0, 300.0
 _log = logging.getLogger(__name__)
 
 
+class Conflict(StoreError):
+    """Another process, or an earlier request of this one, has written the next index."""
+
+
 def new_id() -> str:
     """Returns the name of a run or a publisher, which nobody else has."""
     return uuid.uuid4().hex
@@ -67,22 +71,25 @@ class Publisher:
             another process has become its publisher.
           StoreError: a request failed; this may be called again.
         """
-        if self._index is None:
+        while self._index is None:
             found = newest(self._store)
-            if self._number and found.publisher != self._id and found.number >= self._number:
+            is_own = found.publisher == self._id
+            if self._number and not is_own and found.number >= self._number:
                 raise UserError(
                     f"another process publishes to {self._store.url} now: nothing more is "
                     "published from here"
                 )
-            if found.publisher != self._id:
+            if not is_own:
                 self._require_own(found)
                 self._number = found.number + 1
                 self._certain |= found.keys
                 run = self._run() or new_id()
                 found = dataclasses.replace(found, run=run, publisher=self._id)
-            # Also fences writes of this publisher that failed, and may still be carried out.
-            self._replace(found, found.files)
-        assert self._index is not None
+            try:
+                # Also fences writes of this publisher that failed, and may still be carried out.
+                self._replace(found, found.files)
+            except Conflict:
+                self._number = self._number if is_own else 0
         return self._index
 
     def sync(self, shows_progress: bool = False) -> bool:
@@ -167,7 +174,7 @@ class Publisher:
         found = numbers(self._store.names())
         # A process that was stopped for long may use a number that was removed in the meantime.
         if not is_new or found[-1:] != [index.number]:
-            raise StoreError(f"the index of {self._store.url} has changed")
+            raise Conflict(f"another process publishes to {self._store.url}")
         for number in found[:-1]:
             if read(self._store, number):  # It is an index.
                 self._store.remove(Index(number).name)

@@ -3,6 +3,7 @@ import shutil
 import socket
 import uuid
 
+import fsspec
 import pytest
 
 from flaxformer_mt.remote import reading
@@ -37,6 +38,30 @@ def forget_copies():
     reading._views.clear()
 
 
+def contents(folder):
+    """Returns the files of a local folder."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def objects(url):
+    """Returns the objects of a folder of a store."""
+    files, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
+    names = files.find(root) if files.exists(root) else []
+    return {name[len(root) + 1 :]: files.cat_file(name) for name in names}
+
+
+def upload(url, files):
+    """Writes objects as another program does."""
+    store, root = fsspec.core.url_to_fs(url)
+    for name, content in files.items():
+        store.makedirs(f"{root}/{name}".rpartition("/")[0], exist_ok=True)
+        store.pipe_file(f"{root}/{name}", content)
+
+
 @pytest.fixture(params=["s3", "file"])
 def store_url(request, tmp_path, monkeypatch):
     """Returns the URL of an empty folder of a store: of S3, and of a file system."""
@@ -48,8 +73,6 @@ def store_url(request, tmp_path, monkeypatch):
 @pytest.fixture
 def s3_url(s3_server, monkeypatch):
     """Returns the URL of an empty folder of S3."""
-    import fsspec
-
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")

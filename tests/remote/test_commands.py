@@ -4,16 +4,16 @@ import re
 import shutil
 
 import pytest
+from flaxformer_mt.remote.copies import new_copy
+from tests.remote.test_copies import contents, downloaded
 
 import flaxformer_mt as fmt
 from flaxformer_mt.cli import main
 from flaxformer_mt.config.experiment import with_changes
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.remote import lease, run_folders
-from flaxformer_mt.remote.copies import new_copy
 from flaxformer_mt.remote.stores import Store
 from tests.remote.conftest import forget_copies
-from tests.remote.test_copies import contents, downloaded
 
 LINES = "".join(f"{line}\n" for line in ["three", "Monday, Friday", "six meters"])
 TRANSLATE = ["translate", "--run=RUN", "--input", "FILES/source", "--beam-size=1"]

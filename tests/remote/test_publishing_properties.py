@@ -1,8 +1,8 @@
 """Publishers, readers and foreign writers on a store whose requests fail in every way.
 
-A schedule is a function of its number. Each request of each process may be carried out and answered,
-not carried out, carried out without an answer, carried out much later, or carried out twice; and
-its process may be killed before or after it. Processes take turns at every request.
+A schedule is a function of its number. Each request may be carried out, lost, carried out without an
+answer, carried out much later, or carried out twice. Its process may be killed before or after it.
+Processes take turns at every request.
 """
 
 import hashlib
@@ -22,7 +22,6 @@ from flaxformer_mt.remote.publishing import Publisher
 from flaxformer_mt.remote.stores import Content, Object, StoreError
 from flaxformer_mt.runs import atomic
 
-
 INDEX = re.compile(r"flaxformer_mt-index-\d+\.json")
 
 
@@ -37,13 +36,14 @@ class Model:
         self.random = random.Random(seed)
         self.objects, self.foreign = {}, {}
         self.late = []
-        self.delay = self.random.choice([0.02, 0.1])
-        self.run, self.newest = None, 0
+        self.delay = self.random.choice([0.0, 0.02, 0.1])
+        self.run, self.newest, self.keys, self.folders = None, 0, set(), []
         self.faults = self.random.choice([0.0, 0.05, 0.3])
 
     def mutate(self, name, content):
         """Writes an object, or removes it if the content is None."""
         assert name not in self.foreign, f"{name} is foreign"
+        assert content is not None or name not in self.keys, f"{name} is published"
         if content is None:
             self.objects.pop(name, None)
         else:
@@ -52,8 +52,11 @@ class Model:
                 self.check_index(json.loads(content))
 
     def check_index(self, values):
-        """A run is not replaced by another, and not by an older state of it."""
-        if values["files"]:
+        """What is published is whole, and no other run or older state of the run before."""
+        files = {name: self.objects[key] for name, (key, *_) in values["files"].items()}
+        check_view(files, self.folders)
+        self.keys = {key for key, *_ in values["files"].values()}
+        if files:
             assert self.run in (None, values["run"])
             newest = max(int(name.split("/")[1]) for name in checkpoints(values["files"]))
             assert newest >= self.newest
@@ -180,7 +183,7 @@ class Folder:
 
     def write(self, generator):
         """Does what training does: saves, removes, logs."""
-        kind = generator.choice(["save", "save", "remove", "log", "change", "again"])
+        kind = generator.choice(["save", "save", "remove", "log", "change", "change", "again"])
         if kind == "save":
             self.save(self.step + 1, generator)
         elif kind == "again" and self.step:
@@ -259,13 +262,14 @@ class Schedule:
         self.names = range(self.random.choice([2, 2, 3]))
         self.turns = Turns(self.random, [*self.names, "reader"])
         self.folders = [Folder(path / str(number)) for number in self.names]
+        self.model.folders = self.folders
         self.errors = []
 
     def run(self):
         if self.random.random() < 0.1:
             self.model.write_foreign()
         was_empty = not self.model.objects
-        actors = {number: self.publish for number in self.names} | {"reader": self.read}
+        actors = dict.fromkeys(self.names, self.publish) | {"reader": self.read}
         threads = [threading.Thread(target=self.act, args=each) for each in actors.items()]
         for thread in threads:
             thread.start()
