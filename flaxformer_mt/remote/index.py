@@ -1,17 +1,17 @@
 """The index of a published run, which alone says what is published, and what may be removed.
 
-Each index is a new object, with the next number: if two publishers write the same number, the store
-refuses one of them. The index with the highest number counts. It names the object of each file of
-the run, so that one request publishes many files at once. It also names all other objects that
-publishers of the run wrote or are about to write. Every object has a new name, which begins with the
-random name of its publisher.
+Each index is a new object with the next number. If two publishers write the same number, the store
+refuses one of them. The index with the highest number counts. It names the object of each file, so
+that one request publishes many files at once. It also names all other objects that publishers wrote
+or are about to write. Every object has a new name, which begins with that of its publisher.
 """
 
 import dataclasses
-import json
 import re
 from collections.abc import Iterable
 from typing import NamedTuple
+
+import msgspec
 
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.remote.stores import Content, Store, StoreError, require_name
@@ -23,9 +23,10 @@ _TRIES = 5
 
 
 class Entry(NamedTuple):
-    """A published file: the name of its object, and its content."""
+    """A published file."""
 
     key: str
+    """The name of its object."""
     content: Content
 
 
@@ -39,7 +40,6 @@ class Index:
     publisher: str = ""
     """The process that wrote it, and the folder of its objects."""
     files: dict[str, Entry] = dataclasses.field(default_factory=dict)
-    """The published files, by name."""
     others: frozenset[str] = frozenset()
     """Names of objects that may exist, and are not published, or not any more."""
 
@@ -53,11 +53,6 @@ class Index:
         """The names of the objects that are published."""
         return {entry.key for entry in self.files.values()}
 
-    def encoded(self) -> bytes:
-        """Returns the content of its object."""
-        files = {name: [each.key, *each.content] for name, each in self.files.items()}
-        return json.dumps({**vars(self), "files": files, "others": sorted(self.others)}).encode()
-
 
 def numbers(names: Iterable[str]) -> list[int]:
     """Returns the numbers of indexes among names of objects, in ascending order."""
@@ -68,15 +63,13 @@ def newest(store: Store) -> Index:
     """Reads the index of a folder; one with number 0 if there is none.
 
     Raises:
-      UserError: it is damaged.
-      StoreError: a request failed.
+      UserError: it is damaged, or a request failed.
     """
     for _ in range(_TRIES):
         found = numbers(store.names()) if store.is_publishable else []
         if not found:
             return Index()
-        index = read(store, found[-1])
-        if index:
+        if index := read(store, found[-1]):
             return index
     raise StoreError(f"{store.url}: its index changes all the time")
 
@@ -88,27 +81,15 @@ def read(store: Store, number: int) -> Index | None:
     if content is None:
         return None
     try:
-        values = json.loads(content)
-        files = {
-            str(file): Entry(str(key), Content(int(size), str(digest)))
-            for file, (key, size, digest) in values["files"].items()
-        }
-        index = Index(
-            number, str(values["run"]), str(values["publisher"]), files, frozenset(values["others"])
-        )
-        # Nothing is removed, or written on this machine, outside of the folders that are its own.
-        for file in (*files, *index.keys, *index.others):
+        index = msgspec.json.decode(content, type=Index)
+        # Nothing is written here, or removed there, outside of the folders for this.
+        for file in (*index.files, *index.keys, *index.others):
             require_name(file, store.url)
-        if not all(map(_KEY.fullmatch, index.keys | index.others)):
-            raise ValueError
-    except (ArithmeticError, LookupError, AttributeError, RecursionError) as error:
-        raise UserError(_DAMAGED.format(store.url, name)) from error
-    except (TypeError, ValueError, UserError) as error:
-        raise UserError(_DAMAGED.format(store.url, name)) from error
-    return index
-
-
-_DAMAGED = "{}/{} is damaged: publish the run to another URL"
+        if index.number == number and all(map(_KEY.fullmatch, index.keys | index.others)):
+            return index
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, UserError):
+        pass
+    raise UserError(f"{store.url}/{name} is damaged: publish the run to another URL")
 
 
 def step_of(name: str) -> int | None:

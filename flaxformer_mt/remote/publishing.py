@@ -9,12 +9,12 @@ Objects are named in an index before they are written. They are removed when the
 not publish them, and are named in indexes until then.
 """
 
+import collections
 import contextlib
 import dataclasses
 import hashlib
 import json
 import logging
-import os
 import shutil
 import threading
 import uuid
@@ -22,10 +22,12 @@ from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
+
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.remote import reading
 from flaxformer_mt.remote.index import Entry, Index, complete_steps, newest, numbers, read, step_of
-from flaxformer_mt.remote.stores import Content, Store, StoreError
+from flaxformer_mt.remote.stores import Content, Store, StoreError, require_name
 from flaxformer_mt.runs import atomic, layout
 from flaxformer_mt.standard_output import progress_bar
 
@@ -38,26 +40,19 @@ class Conflict(StoreError):
     """Another process, or an earlier request of this one, has written the next index."""
 
 
-def new_id() -> str:
-    """Returns the name of a run or a publisher, which nobody else has."""
-    return uuid.uuid4().hex
-
-
 class Publisher:
     """Publishes one run folder to one URL; `sync` can be called as often as wanted."""
 
     def __init__(self, folder: Path, store: Store) -> None:
         self._folder, self._store = folder, store
-        self._id = new_id()
+        self._id = uuid.uuid4().hex
         self._index: Index | None = None
         """The newest one, which this publisher wrote; None if that is not known."""
         self._number = 0
         """Of the first index that this publisher tried to write."""
         self._written: dict[tuple[str, Content], str] = {}
-        self._damaged: dict[tuple[str, Content], str] = {}
-        """Names of objects, by name and content of their files: what was written, and what could
-        not be, since a file of a checkpoint differs from its manifest."""
-        self._used: set[str] = set()
+        """The object of each content of each file; "" if the file differs from its manifest."""
+        self._counts: collections.Counter[str] = collections.Counter()
         self._certain: set[str] = set()
         """Objects of which no write can still be carried out."""
         self._gone: set[str] = set()
@@ -66,24 +61,19 @@ class Publisher:
     def claim(self) -> Index:
         """Makes this the publisher of the URL, unless it is.
 
-        Raises:
-          UserError: the URL has foreign objects, another run, or a newer state of this one; or
-            another process has become its publisher.
-          StoreError: a request failed; this may be called again.
+        `UserError` if the URL has foreign objects, another run, a newer state of this one, or
+        another publisher by now; `StoreError` if a request failed, and this may be called again.
         """
         while self._index is None:
             found = newest(self._store)
             is_own = found.publisher == self._id
             if self._number and not is_own and found.number >= self._number:
-                raise UserError(
-                    f"another process publishes to {self._store.url} now: nothing more is "
-                    "published from here"
-                )
+                raise UserError(f"another process publishes to {self._store.url}: this one stops")
             if not is_own:
                 self._require_own(found)
                 self._number = found.number + 1
                 self._certain |= found.keys
-                run = self._run() or new_id()
+                run = self._run() or uuid.uuid4().hex
                 found = dataclasses.replace(found, run=run, publisher=self._id)
             try:
                 # Also fences writes of this publisher that failed, and may still be carried out.
@@ -95,11 +85,7 @@ class Publisher:
     def sync(self, shows_progress: bool = False) -> bool:
         """Publishes what has changed, and removes what is gone; returns whether there is anything.
 
-        A run is published from its first checkpoint on.
-
-        Raises:
-          UserError: as for `claim`.
-          StoreError: a request failed; the next call does what is left.
+        A run is published from its first checkpoint on. Raises what `claim` does.
         """
         local = _contents(self._folder)
         if not complete_steps(local):
@@ -111,19 +97,17 @@ class Publisher:
         for name, entry in index.files.items():
             self._written.setdefault((name, entry.content), entry.key)
         new = {
-            name: self._new_key(name)
-            for name in local
-            if (name, local[name]) not in self._written | self._damaged
+            name: self._new_key(name) for name in local if (name, local[name]) not in self._written
         }
         if new:
             index = self._replace(index, index.files, new.values())
             self._upload(new, local, shows_progress)
-        missing = {name for name in local if (name, local[name]) not in self._written}
-        partial = {step_of(name) for name in missing} - {None}
+        keys = {name: self._written.get((name, content)) for name, content in local.items()}
+        partial = {step_of(name) for name, key in keys.items() if not key} - {None}
         files = {
-            name: Entry(self._written[name, content], content)
-            for name, content in sorted(local.items())
-            if name not in missing and step_of(name) not in partial
+            name: Entry(key, local[name])
+            for name, key in sorted(keys.items())
+            if key and step_of(name) not in partial
         }
         if layout.CONFIG not in files or not complete_steps(files):
             return False  # They were removed in the meantime.
@@ -139,18 +123,15 @@ class Publisher:
         if not self._store.is_publishable:
             raise UserError(f"{url}: only s3://, gs:// and file:// can be published to")
         if not index.number and self._store.names():
-            raise UserError(
-                f"{url} has objects that are not of a published run: give another URL, such as "
-                f"{url}/run"
-            )
+            raise UserError(f"{url} has objects that are not of a published run: give another URL")
         if index.files and index.run != self._run():
             raise UserError(f"{url} has another run: give another URL")
         own = complete_steps(_contents(self._folder))
         ahead = [step for step in complete_steps(index.files) if step > max([-1, *own])]
         if ahead:
             raise UserError(
-                f"{url} has the checkpoint of step {max(ahead)} of this run, which is newer than "
-                f"those in {self._folder}: give another URL, or continue it in an empty --workdir"
+                f"{url} has step {max(ahead)} of this run, which is newer than {self._folder}: "
+                "give another URL, or continue the run in an empty --workdir"
             )
 
     def _run(self) -> str | None:
@@ -170,7 +151,7 @@ class Publisher:
             index, number=index.number + 1, files=files, others=frozenset(others - self._gone)
         )
         self._index = None
-        is_new = self._store.create(index.name, index.encoded())
+        is_new = self._store.create(index.name, msgspec.json.encode(index))
         found = numbers(self._store.names())
         # A process that was stopped for long may use a number that was removed in the meantime.
         if not is_new or found[-1:] != [index.number]:
@@ -182,43 +163,25 @@ class Publisher:
         return index
 
     def _new_key(self, name: str) -> str:
-        key = f"{self._id}/{name}"
-        while key in self._used:
-            key += "~"
-        self._used.add(key)
-        return key
+        self._counts[name] += 1
+        return f"{self._id}/{name}" + (f"~{self._counts[name]}" if self._counts[name] > 1 else "")
 
     def _upload(self, keys: Mapping[str, str], local: Mapping[str, Content], shows: bool) -> None:
         """Writes new objects, but those of files that were removed or replaced in the meantime."""
-        failed = threading.Event()
 
         def put(name: str) -> None:
-            if failed.is_set():
-                return
-            try:
-                with (self._folder / name).open("rb") as file:
-                    found = self._store.put(keys[name], file, size=local[name].bytes)
-                if found == local[name]:
-                    self._written[name, found] = keys[name]
-                elif step_of(name) is not None:
-                    self._damaged[name, local[name]] = keys[name]
-                    _log.warning("%s is not published: it differs from its manifest", name)
-            except FileNotFoundError:
-                pass
-            except BaseException:
-                failed.set()
-                raise
+            with contextlib.suppress(FileNotFoundError), (self._folder / name).open("rb") as file:
+                found = self._store.put(keys[name], file, size=local[name].bytes)
+                self._written[name, local[name]] = keys[name] if found == local[name] else ""
             self._certain.add(keys[name])
             tell(local[name].bytes)
 
         total = sum(local[name].bytes for name in keys) if shows else None
-        title = f"Publishing to {self._store.url}"
         with (
-            progress_bar(title, total, in_bytes=True) as tell,
+            progress_bar(f"Publishing to {self._store.url}", total, in_bytes=True) as tell,
             ThreadPoolExecutor(reading.THREADS) as threads,
         ):
-            for _ in threads.map(put, keys):
-                pass
+            collections.deque(threads.map(put, keys), maxlen=0)
 
     def _clean(self, index: Index) -> None:
         """Removes objects that are not published, again and again if they may come back."""
@@ -251,53 +214,46 @@ def publishing(folder: Path, url: str) -> Iterator[None]:
     Raises:
       UserError: the URL has other objects; or the store cannot be used, and the run is new.
     """
-    publisher, stop, lost = Publisher(folder, Store(url)), threading.Event(), threading.Event()
+    publisher, stop = Publisher(folder, Store(url)), threading.Event()
     try:
         publisher.claim()
     except StoreError as error:
         if not complete_steps(_contents(folder)):
             raise
         _log.warning(_TRIED_AGAIN, error)
-    thread = threading.Thread(target=_publish_regularly, args=(publisher, stop, lost))
+    thread = threading.Thread(target=_publish_until, args=(stop, publisher, folder, url))
     thread.start()
     try:
         yield
     finally:
         stop.set()
         thread.join()
-        if not lost.is_set():
-            _publish_last(publisher, folder, url)
 
 
 _TRIED_AGAIN = "%s; training goes on, and publishing is tried again"
 
 
-def _publish_regularly(publisher: Publisher, stop: threading.Event, lost: threading.Event) -> None:
-    pause = _SECONDS
-    while not (lost.is_set() or stop.wait(pause)):
+def _publish_until(stop: threading.Event, publisher: Publisher, folder: Path, url: str) -> None:
+    pause, last_tries = _SECONDS, 2
+    problem: Exception | None = None
+    while last_tries:
+        is_last = stop.wait(pause)
+        last_tries -= is_last
         try:
-            publisher.sync()
-            pause = _SECONDS
+            publisher.sync(shows_progress=is_last)
         except (StoreError, OSError) as error:
-            if pause == _SECONDS:
+            if pause == _SECONDS and not is_last:
                 _log.warning(_TRIED_AGAIN, error)
-            pause = min(2 * pause, _MAX_SECONDS)
+            problem, pause = error, min(2 * pause, _MAX_SECONDS)
         except UserError as error:
-            _log.warning("%s; training goes on", error)
-            lost.set()
-
-
-def _publish_last(publisher: Publisher, folder: Path, url: str) -> None:
-    try:
-        try:
-            publisher.sync(shows_progress=True)
-        except StoreError:  # What has failed may have been carried out, or another has published.
-            publisher.sync(shows_progress=True)
-    except (UserError, OSError) as error:
-        _log.warning(
-            "%s; the run is complete in %s. To publish it: flaxformer-mt publish %s %s",
-            error, folder, folder, url,
-        )  # fmt: skip
+            _log.warning("%s; the run in %s goes on", error, folder)
+            return
+        else:
+            pause = _SECONDS
+            if is_last:
+                return
+    message = "%s; the run is complete in %s. To publish it: flaxformer-mt publish %s %s"
+    _log.warning(message, problem, folder, folder, url)
 
 
 def is_published(url: str) -> bool:
@@ -323,19 +279,10 @@ def continue_from(url: str, folder: Path) -> None:
                 f"run of {url}"
             )
         copy, run = reading.local(url, as_it_is_now=True), workspace / "run"
-        shutil.copytree(copy, run, copy_function=_link_or_copy)
+        shutil.copytree(copy, run)
         atomic.sync_tree(run)
         for path in sorted(run.iterdir(), key=lambda path: path.name == layout.CONFIG):
             atomic.rename(path, folder / path.name)
-
-
-def _link_or_copy(source: str, target: str) -> None:
-    """Links files of checkpoints, which never change, if the cache is on the same disk."""
-    if layout.CHECKPOINTS in Path(target).parts:
-        with contextlib.suppress(OSError):
-            os.link(source, target)
-            return
-    shutil.copyfile(source, target)
 
 
 def _contents(folder: Path) -> dict[str, Content]:
@@ -346,10 +293,12 @@ def _contents(folder: Path) -> dict[str, Content]:
     contents: dict[str, Content] = {}
     for path in (folder / layout.CHECKPOINTS).glob("[0-9]*"):
         prefix = f"{layout.CHECKPOINTS}/{path.name}"
+        if not path.name.isdecimal():
+            continue
         with contextlib.suppress(FileNotFoundError, ValueError, LookupError, TypeError):
             manifest = (path / layout.MANIFEST).read_bytes()
             own = {
-                f"{prefix}/{name}": Content(int(each["bytes"]), str(each["sha256"]))
+                require_name(f"{prefix}/{name}", prefix): Content(each["bytes"], each["sha256"])
                 for name, each in json.loads(manifest)["files"].items()
             }
             contents |= own | {f"{prefix}/{layout.MANIFEST}": _content_of(manifest)}

@@ -1,7 +1,7 @@
 """Local copies of remote files and folders; reading writes and removes nothing in a store.
 
-Each version of an object is downloaded once and kept in the user's private cache folder. A process
-reads links to such files, which no other process removes.
+Each version of an object is downloaded once to the user's private cache. A process reads links to
+such files, which no other process removes.
 """
 
 import atexit
@@ -11,7 +11,6 @@ import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
 from flaxformer_mt import runtime
 from flaxformer_mt.errors import UserError, show_as
@@ -23,18 +22,10 @@ from flaxformer_mt.urls import url_of
 
 THREADS = 8
 _TRIES = 3
-
 _views: dict[str, Path] = {}
 """The local copies of this process, by URL."""
 _open = contextlib.ExitStack()
-
-
-class _Source(NamedTuple):
-    """The object of a file."""
-
-    key: str
-    found: Object
-    sha256: str = ""
+atexit.register(_open.close)
 
 
 def local(path: str | os.PathLike[str], as_it_is_now: bool = False) -> Path:
@@ -51,7 +42,14 @@ def local(path: str | os.PathLike[str], as_it_is_now: bool = False) -> Path:
     if url is None:
         return Path(path)
     if as_it_is_now or url not in _views:
-        _views[url] = _new_view(Store(url))
+        store = Store(url)
+        parent = _open.enter_context(atomic.workspace(_folder("views")))
+        view = parent / (store.url.rpartition("/")[2] or "root")
+        show_as(str(view), store.url)
+        fetch(store, view)
+        if not view.exists():
+            raise UserError(f"{url}: there is no such file or folder")
+        _views[url] = view
     return _views[url]
 
 
@@ -60,38 +58,26 @@ def local_list(paths: str) -> str:
     return ",".join(str(local(path)) if url_of(path) else path for path in paths.split(","))
 
 
-def _new_view(store: Store) -> Path:
-    if not _views:
-        atexit.register(_open.close)
-    parent = _folder("views")
-    view = _open.enter_context(atomic.workspace(parent)) / (store.url.rpartition("/")[2] or "root")
-    show_as(str(view), store.url)
-    fetch(store, view)
-    if not view.exists():
-        raise UserError(f"{store.url}: there is no such file or folder")
-    return view
-
-
 def fetch(store: Store, target: Path) -> None:
-    """Makes links in a new folder, or one link, to the verified files of a URL in the cache.
+    """Makes links, at a path where nothing is, to the verified files of a URL in the cache.
 
     Raises:
       UserError: as for `local`.
     """
     problem = "it changes all the time"
     for _ in range(_TRIES):
-        sources = _sources(store)
+        objects = _objects(store)
         folder = _folder(f"objects/{_digest(store.url)}")
-        files = {name: folder / _digest(repr(source)) for name, source in sources.items()}
-        problems = _download_all(store, sources, files)
+        paths = {name: folder / _digest(repr(each)) for name, each in objects.items()}
+        problems = _download_all(store, objects, paths)
         # Another process may have removed a version that it did not find any more.
         with contextlib.suppress(FileNotFoundError):
             if not problems:
                 atomic.delete(target)
-                for name, path in files.items():
+                for name, path in paths.items():
                     (target / name).parent.mkdir(parents=True, exist_ok=True)
                     os.link(path, target / name if name else target)
-                for old in {*folder.iterdir()}.difference(files.values()):
+                for old in {*folder.iterdir()}.difference(paths.values()):
                     if not atomic.is_workspace_name(old.name):
                         old.unlink(missing_ok=True)
                 return
@@ -99,51 +85,51 @@ def fetch(store: Store, target: Path) -> None:
     raise UserError(f"{store.url} cannot be read: {problem}; try again")
 
 
+def _objects(store: Store) -> dict[str, Object]:
+    """Returns the objects of the files of a URL, by name; of a run only what readers need."""
+    index = newest(store)
+    if index.number:
+        return {
+            name: Object(key, content.bytes, sha256=content.sha256)
+            for name, (key, content) in index.files.items()
+        }
+    found = store.find()
+    steps = {None, *complete_steps(found)}
+    return {
+        name: each
+        for name, each in found.items()
+        if layout.CONFIG not in found
+        or (step_of(name) in steps and not name.startswith(f"{layout.CACHE}/"))
+    }
+
+
 def _download_all(
-    store: Store, sources: Mapping[str, _Source], files: Mapping[str, Path]
+    store: Store, objects: Mapping[str, Object], paths: Mapping[str, Path]
 ) -> list[str]:
     """Downloads what is not in the cache; returns descriptions of what could not be."""
-    missing = [name for name, path in files.items() if not _is_kept(path, sources[name])]
-    total = sum(max(sources[name].found.bytes, 0) for name in missing)
-    with progress_bar(f"Reading {store.url}", total, in_bytes=True) as tell:
-
-        def download(name: str) -> str | None:
-            problem = _download(store, sources[name], files[name])
-            tell(sources[name].found.bytes)
-            return problem
-
-        with ThreadPoolExecutor(THREADS) as threads:
-            return [*filter(None, threads.map(download, missing))]
-
-
-def _sources(store: Store) -> dict[str, _Source]:
-    """Returns the objects of the files of a URL, by name; of a run without what is not needed."""
-    published = newest(store)
-    if published.number:
-        return {
-            name: _Source(key, Object(content.bytes, "", None), content.sha256)
-            for name, (key, content) in published.files.items()
-        }
-    objects = store.find()
-    if layout.CONFIG in objects:
-        steps = {None, *complete_steps(objects)}
-        objects = {
-            name: each
-            for name, each in objects.items()
-            if step_of(name) in steps and not name.startswith(f"{layout.CACHE}/")
-        }
-    return {name: _Source(name, each) for name, each in objects.items()}
+    missing = [name for name, path in paths.items() if not path.exists()]
+    total = sum(max(objects[name].bytes, 0) for name in missing)
+    with (
+        progress_bar(f"Reading {store.url}", total, in_bytes=True) as tell,
+        ThreadPoolExecutor(THREADS) as threads,
+    ):
+        problems = threads.map(lambda name: _download(store, objects[name], paths[name]), missing)
+        for name, problem in zip(missing, problems, strict=True):
+            if problem:
+                return [problem]
+            tell(objects[name].bytes)
+    return []
 
 
-def _download(store: Store, source: _Source, path: Path) -> str | None:
+def _download(store: Store, source: Object, path: Path) -> str | None:
     """Downloads and verifies an object; returns what is wrong with it, None if nothing."""
     with atomic.workspace(path.parent) as folder:
         partial = folder / path.name
-        if not store.get(source.key, partial, size=source.found.bytes):
+        if not store.get(source.key, partial, size=source.bytes):
             return f"{source.key} has been removed"
-        if partial.stat().st_size != source.found.bytes >= 0:
-            return f"{source.key} has {partial.stat().st_size:,} of {source.found.bytes:,} bytes"
-        for kind, digest in (("sha256", source.sha256), ("md5", source.found.md5)):
+        if partial.stat().st_size != source.bytes >= 0:
+            return f"{source.key} has {partial.stat().st_size:,} of {source.bytes:,} bytes"
+        for kind, digest in (("sha256", source.sha256), ("md5", source.md5)):
             with partial.open("rb") as file:
                 differs = digest and hashlib.file_digest(file, kind).hexdigest() != digest
             if differs and not (kind == "md5" and store.is_encrypted(source.key)):
@@ -153,17 +139,12 @@ def _download(store: Store, source: _Source, path: Path) -> str | None:
     return None
 
 
-def _is_kept(path: Path, source: _Source) -> bool:
-    return path.is_file() and path.stat().st_size == source.found.bytes
-
-
 def _folder(name: str) -> Path:
     """Creates a private folder in the user's cache."""
-    root = runtime.cache_root()
-    if not runtime.is_private(root):
-        raise UserError(f"{root} is not a private folder of yours: set XDG_CACHE_HOME to another")
-    folder = root / "remote"
-    for part in ("", *name.split("/")):
+    folder = runtime.cache_root()
+    if not runtime.is_private(folder):
+        raise UserError(f"{folder} is not a private folder of yours: set XDG_CACHE_HOME to another")
+    for part in ("remote", *name.split("/")):
         folder /= part
         folder.mkdir(mode=0o700, exist_ok=True)
     return folder

@@ -8,20 +8,19 @@ import re
 import threading
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar, cast
 
 from flaxformer_mt.errors import UserError, first_line, requiring
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
-_PUBLISHABLE = {*_EXTRAS, "file", "memory"}
-"""Stores in which of two writers that create one object one is refused."""
+_PUBLISHABLE = {*_EXTRAS, "file"}
+"""Stores that refuse one of two writers that create the same object."""
 _S3_OPTIONS = {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 1}}
 _SECONDS, _BYTES_PER_SECOND = 90.0, 50_000
 _CHUNK = 2**22
 _MD5 = re.compile(r"[0-9a-f]{32}")
 _MARKS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "created")
-_Parameters = ParamSpec("_Parameters")
-_Result = TypeVar("_Result")
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class StoreError(UserError):
@@ -29,12 +28,13 @@ class StoreError(UserError):
 
 
 class Object(NamedTuple):
-    """What a store says of an object."""
+    """An object: its name, its size, -1 if not known, and what else identifies its content."""
 
+    key: str
     bytes: int
-    """-1 if it is not known."""
-    version: str
-    md5: str | None
+    version: str = ""
+    md5: str = ""
+    sha256: str = ""
 
 
 class Content(NamedTuple):
@@ -44,37 +44,32 @@ class Content(NamedTuple):
     sha256: str
 
 
-def _request(
-    method: Callable[Concatenate["Store", _Parameters], _Result],
-) -> Callable[Concatenate["Store", _Parameters], _Result]:
-    """Makes a method end after 90 s and the time for `size` bytes at 50 kB/s, with `StoreError`."""
+def _request(method: _Method) -> _Method:
+    """Makes a method end, after 90 s and the time for `size` bytes at 50 kB/s with `StoreError`."""
 
     @functools.wraps(method)
-    def call(
-        store: "Store", *arguments: _Parameters.args, **options: _Parameters.kwargs
-    ) -> _Result:
-        results: list[_Result] = []
+    def call(store: "Store", *given: Any, size: int = 0, **options: Any) -> Any:
+        options |= {"size": size} if size else {}
+        results: list[Any] = []
         errors: list[BaseException] = [TimeoutError("it does not answer")]
 
         def run() -> None:
             try:
-                results.append(method(store, *arguments, **options))
+                results.append(method(store, *given, **options))
             except BaseException as error:
                 errors.append(error)
 
-        size = options.get("size")
-        seconds = _SECONDS + (size if isinstance(size, int) else 0) / _BYTES_PER_SECOND
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
-        thread.join(min(seconds, threading.TIMEOUT_MAX))
+        thread.join(min(_SECONDS + size / _BYTES_PER_SECOND, threading.TIMEOUT_MAX))
         if results:
             return results[0]
-        error = errors[-1]
-        if isinstance(error, UserError):
-            raise error
-        raise StoreError(f"{store.url} cannot be used: {first_line(error)}") from error
+        if isinstance(errors[-1], UserError):
+            raise errors[-1]
+        message = f"{store.url} cannot be used: {first_line(errors[-1])}"
+        raise StoreError(message) from errors[-1]
 
-    return call
+    return cast(_Method, call)
 
 
 class Store:
@@ -87,36 +82,36 @@ class Store:
         self.url = url.rstrip("/")
         scheme, _, _ = url.partition("://")
         self.is_publishable = scheme in _PUBLISHABLE
-        self._is_web = scheme in ("http", "https")
+        self._has_folders = scheme == "file"
         extra = _EXTRAS.get(scheme)
         package = f"'flaxformer_mt[{extra}]'" if extra else "a file system of fsspec for it"
-        options = {"config_kwargs": _S3_OPTIONS} if extra == "s3" else {}
+        # Others write to the store: what was listed before may have changed.
+        options: dict[str, Any] = {"use_listings_cache": False}
+        options |= {"config_kwargs": _S3_OPTIONS} if extra == "s3" else {}
         with requiring(url, "fsspec", "fsspec"):
             import fsspec
-        with requiring(f"{scheme}://", package):
-            try:
-                # Others write to the store: what was listed before may have changed.
-                self._files, self._root = fsspec.core.url_to_fs(
-                    self.url, use_listings_cache=False, **options
-                )
-            except ValueError as error:
-                raise UserError(f"{self.url} cannot be used: {first_line(error)}") from error
+        try:
+            with requiring(f"{scheme}://", package):
+                self._files, self._root = fsspec.core.url_to_fs(self.url, **options)
+        except ValueError as error:
+            raise UserError(f"{self.url} cannot be used: {first_line(error)}") from error
 
     @_request
     def find(self) -> dict[str, Object]:
         """Returns all objects, by name; empty if there are none."""
         self._files.invalidate_cache()
-        found: dict[str, Any] = {}
-        with contextlib.suppress(FileNotFoundError):
-            found = (
-                {self._root: self._files.info(self._root)}
-                if self._is_web  # It has no folders.
-                else self._files.find(self._root, detail=True)
-            )
+        try:
+            if self.url.startswith(("http://", "https://")):  # These have no folders.
+                found = {self._root: self._files.info(self._root)}
+            else:
+                found = self._files.find(self._root, detail=True)
+        except FileNotFoundError:
+            return {}
+        names = {path: self._name(path) for path, info in found.items() if info["type"] == "file"}
         return {
-            self._name(path): _object(info)
-            for path, info in found.items()
-            if info["type"] == "file" and not (path.endswith("/") and not info["size"])
+            name: _object(name, found[path])
+            for path, name in names.items()
+            if found[path]["size"] or not path.endswith("/")  # It marks a folder.
         }
 
     @_request
@@ -124,14 +119,15 @@ class Store:
         """Returns the names of objects and folders at the top; empty if there are none."""
         self._files.invalidate_cache()
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            entries = self._files.ls(self._root, detail=True)
-            return {self._name(each["name"]) for each in entries if not _is_mark(each, self._root)}
+            found = {self._name(each["name"]): each for each in self._files.ls(self._root, True)}
+            # An empty object of the folder's own name marks it.
+            return {name for name, each in found.items() if name or each["size"]}
         return set()
 
     @_request
     def read(self, name: str) -> bytes | None:
         """Returns the content of a small object; None if there is none."""
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        with contextlib.suppress(FileNotFoundError):
             return bytes(self._files.cat_file(self._path(name)))
         return None
 
@@ -139,14 +135,13 @@ class Store:
     def create(self, name: str, content: bytes) -> bool:
         """Writes a small object; returns False, and writes nothing, if there is one."""
         try:
-            self._files.makedirs(self._root, exist_ok=True) if self._has_folders() else None
-            self._files.pipe_file(self._path(name), content, mode="create")
+            self._files.pipe_file(self._new_path(name), content, mode="create")
         except FileExistsError:
             return False
         return True
 
     @_request
-    def get(self, name: str, local: Path, *, size: int) -> bool:
+    def get(self, name: str, local: Path, *, size: int = 0) -> bool:
         """Downloads an object of `size` bytes; returns False if there is none."""
         with contextlib.suppress(FileNotFoundError):
             self._files.get_file(self._path(name), str(local))
@@ -154,12 +149,10 @@ class Store:
         return False
 
     @_request
-    def put(self, name: str, file: BinaryIO, *, size: int) -> Content:
+    def put(self, name: str, file: BinaryIO, *, size: int = 0) -> Content:
         """Writes the first `size` bytes of a file to a new object; returns what was written."""
-        path, digest, count = self._path(name), hashlib.sha256(), 0
-        if self._has_folders():
-            self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
-        with self._files.open(path, "wb") as target:
+        digest, count = hashlib.sha256(), 0
+        with self._files.open(self._new_path(name), "wb") as target:
             while chunk := file.read(min(size - count, _CHUNK)):
                 digest.update(chunk)
                 target.write(chunk)
@@ -181,11 +174,14 @@ class Store:
         head = self._files.call_s3("head_object", Bucket=bucket, Key=key)
         return "aws:kms" in head.get("ServerSideEncryption", "") or "SSECustomerAlgorithm" in head
 
-    def _has_folders(self) -> bool:
-        return "file" in self._files.protocol
-
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
+
+    def _new_path(self, name: str) -> str:
+        path = self._path(name)
+        if self._has_folders:
+            self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
+        return path
 
     def _name(self, path: str) -> str:
         return require_name(path[len(self._root) :].strip("/"), self.url)
@@ -198,15 +194,10 @@ def require_name(name: str, url: str) -> str:
     return name
 
 
-def _is_mark(info: dict[str, Any], root: str) -> bool:
-    """Returns whether an empty object marks a folder, as consoles of stores make it."""
-    return info["name"].strip("/") == root.strip("/") and not info["size"]
-
-
-def _object(info: dict[str, Any]) -> Object:
+def _object(name: str, info: dict[str, Any]) -> Object:
     version = next((str(info[mark]) for mark in _MARKS if info.get(mark)), "")
     md5 = str(info.get("ETag", "")).strip('"')
     if info.get("md5Hash"):
         md5 = base64.b64decode(info["md5Hash"]).hex()
     size = -1 if info["size"] is None else int(info["size"])
-    return Object(size, version, md5 if _MD5.fullmatch(md5) else None)
+    return Object(name, size, version, md5 if _MD5.fullmatch(md5) else "")

@@ -12,6 +12,7 @@ import random
 import re
 import shutil
 import threading
+import types
 
 import pytest
 
@@ -102,7 +103,7 @@ class Requests:
 
     def find(self):
         return self._request(
-            lambda: {name: Object(len(each), "", None) for name, each in self.model.objects.items()}
+            lambda: {name: Object(name, len(each)) for name, each in self.model.objects.items()}
         )
 
     def names(self):
@@ -370,7 +371,9 @@ def one_thread(monkeypatch):
     monkeypatch.setattr(reading, "THREADS", 1)
     monkeypatch.setattr(atomic, "write_text", lambda path, text: path.write_text(text))
     numbers = itertools.count()
-    monkeypatch.setattr(publishing, "new_id", lambda: f"{next(numbers):032x}")
+    monkeypatch.setattr(
+        publishing.uuid, "uuid4", lambda: types.SimpleNamespace(hex=f"{next(numbers):032x}")
+    )
 
 
 @pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.slow)])
