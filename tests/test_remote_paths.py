@@ -127,5 +127,7 @@ def test_what_a_script_writes_is_local():
         lambda: fmt.train("configs/quickstart.py", REMOTE),
         lambda: fmt.Checkpoints(REMOTE),
     ):
-        with pytest.raises(UserError, match="--publish=gs://bucket/some/thing, or run"):
+        with pytest.raises(
+            UserError, match=r"^gs://bucket/some/thing.* cannot be written to: give a local path"
+        ):
             write()
