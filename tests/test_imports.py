@@ -69,7 +69,7 @@ ALLOWED = {
     "runs": {"config", "distributed", "data.corpora.corpus", "data.tokenizers", "model"} | LEAVES,
     "presets": {"config"} | LEAVES,
     "model": {"config"} | LEAVES,
-    "data": {"config", "distributed", "runs.layout", "runs.manifest"} | LEAVES,
+    "data": {"config", "distributed", "runs.identity", "runs.layout", "runs.manifest"} | LEAVES,
     "training": {"config", "model", "objectives", "data", "runs", "interruption"} | LEAVES,
     "decoding": {
         "config",

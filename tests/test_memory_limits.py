@@ -24,7 +24,7 @@ from flaxformer_mt.errors import UserError
 from flaxformer_mt.experiment import preparation
 from flaxformer_mt.model.position_biases import distance_buckets
 from flaxformer_mt.model.transformer import Transformer
-from flaxformer_mt.runs import checkpoint
+from flaxformer_mt.runs import orbax_errors
 from flaxformer_mt.training.devices import CompiledStep, make_devices
 from flaxformer_mt.training.memory import require_training_memory
 
@@ -179,7 +179,7 @@ def test_exhausted_memory_is_one_line(monkeypatch, capsys):
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't start new thread")])
 def test_a_checkpoint_that_cannot_be_read_for_lack_of_memory_is_not_called_damaged(error):
     reason = "7 cannot be read: Cannot allocate memory"
-    with pytest.raises(UserError, match=reason), checkpoint._reading(Path("7")):
+    with pytest.raises(UserError, match=reason), orbax_errors.reading(Path("7")):
         raise ValueError("while reading") from error
 
 
