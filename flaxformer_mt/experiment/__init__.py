@@ -35,9 +35,7 @@ from flaxformer_mt.experiment.start import open_folder as open_folder
 from flaxformer_mt.experiment.start import record
 from flaxformer_mt.experiment.test import Tested
 from flaxformer_mt.interruption import Interruption, handle_signals
-from flaxformer_mt.remote.copies import with_urls
-from flaxformer_mt.remote.run_folders import training_folder
-from flaxformer_mt.remote.stores import url_of
+from flaxformer_mt.remote.publishing import continue_from, publishing
 from flaxformer_mt.run_reader import Run
 from flaxformer_mt.runs.folder import require_shared
 from flaxformer_mt.runs.layout import METRICS
@@ -47,6 +45,7 @@ from flaxformer_mt.training.objective import UserObjective, name_of
 from flaxformer_mt.training.reporting.console import make_console, print_labelled
 from flaxformer_mt.training.reporting.metrics import Writer
 from flaxformer_mt.training.reporting.trackers import Tracker, default_writers
+from flaxformer_mt.urls import require_local
 
 
 def train(
@@ -60,6 +59,7 @@ def train(
     console: Console | None = None,
     interruption: Interruption | None = None,
     accept_changes: bool = False,
+    publish: str | None = None,
 ) -> Run:
     """Trains an experiment, or continues it, and evaluates the best checkpoint on the test corpus.
 
@@ -99,6 +99,8 @@ def train(
         if this is the main thread.
       accept_changes: continue a run with other values of some options, or other text, after its
         newest checkpoint; see docs/training.md. `config.json` keeps the history.
+      publish: the URL of an object store to which the run is published while it trains. If the
+        folder is empty, the run that is published there is continued; see docs/remote.md.
 
     Raises:
       TypeError: an argument is of another type.
@@ -110,12 +112,7 @@ def train(
     if not isinstance(hooks, Hooks | None):
         raise TypeError(f"hooks must be fmt.Hooks, not {type(hooks).__name__}")
     workdir = require_path(workdir, "workdir")
-    if url := url_of(workdir):
-        options = {"objective": objective, "frozen": frozen, "hooks": hooks}
-        options |= {"writers": writers, "console": console, "interruption": interruption}
-        with training_folder(url) as copy:
-            train(config, copy, accept_changes=accept_changes, **options)
-        return Run(url)
+    require_local(workdir)
     console = console or make_console(
         BestEffortOutput(f"training goes on without it, and {workdir / METRICS} has all metrics")
     )
@@ -123,7 +120,16 @@ def train(
         train_config = dataclasses.replace(config.train, objective=name_of(objective))
         config = dataclasses.replace(config, train=train_config)
     checks.check_memory(config)
-    with open_folder(workdir, console.print) as folder:
+    if publish:
+        with distributed.first_process_first("published run") as is_first:
+            if is_first:
+                continue_from(publish, workdir)
+    with (
+        open_folder(workdir, console.print) as folder,
+        publishing(folder, publish)
+        if publish and distributed.is_main()
+        else contextlib.nullcontext(),
+    ):
         parts = prepare(
             config, folder, objective=objective, frozen=frozen, accept_changes=accept_changes
         )
@@ -134,8 +140,7 @@ def train(
             fit(parts, folder, console, handled, all_writers, hooks)
         parts.validation.print_test(folder, console)
         if config.model.has_inputs:  # A language model does not translate.
-            name = with_urls(str(folder))
-            console.print(f"translate with: flaxformer-mt translate --run {name} < source.txt")
+            console.print(f"translate with: flaxformer-mt translate --run {folder} < source.txt")
     return Run(workdir)
 
 

@@ -5,7 +5,6 @@ grows exponentially, and divergence ends the test, as in fastai's `lr_find`.
 """
 
 import dataclasses
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +21,7 @@ from flaxformer_mt.experiment import checks
 from flaxformer_mt.experiment.fit import Experiment
 from flaxformer_mt.experiment.report import report
 from flaxformer_mt.experiment.start import begin
+from flaxformer_mt.runs import atomic
 from flaxformer_mt.training.optimizer import make_schedule
 from flaxformer_mt.training.reporting.console import make_console, print_labelled
 
@@ -70,10 +70,10 @@ def find_learning_rate(
     checks.check_memory(config)
     rates = np.geomspace(LOWEST, HIGHEST, steps)
     losses: list[float] = []
-    with tempfile.TemporaryDirectory() as cache:
+    with atomic.temporary_folder() as cache:
         # The rate of each step takes the place of the schedule.
         numbers = jnp.asarray(rates, float)
-        start = begin(config, workdir, cache=Path(cache))
+        start = begin(config, workdir, cache=cache)
         prepared = Experiment(start, own_schedule=lambda count: numbers[count])
         print_labelled(report(prepared), console)
         for rate, loss in zip(rates, _losses(prepared, steps), strict=False):

@@ -1,6 +1,5 @@
 """What is said about a run before its first step; a dry run says all of it, and ends there."""
 
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -75,8 +74,8 @@ def dry_run(
     checks.check_one_process("--dry-run")
     checks.check_config(config)
     atomic.require_writable(workdir)
-    with tempfile.TemporaryDirectory() as cache:
-        start = begin(config, workdir, cache=Path(cache), accept_changes=accept_changes)
+    with atomic.temporary_folder() as cache:
+        start = begin(config, workdir, cache=cache, accept_changes=accept_changes)
         parts = Experiment(start)
         parts.make()
         print_labelled(report(parts), console)

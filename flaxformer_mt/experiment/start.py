@@ -16,7 +16,7 @@ from flaxformer_mt.data.stream.token_store import has_parts
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers, read_tokenizers
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.experiment import checks
-from flaxformer_mt.remote.copies import local_list
+from flaxformer_mt.remote.reading import local_list
 from flaxformer_mt.runs import folder as run_folder
 from flaxformer_mt.runs.data_file import HOLD_OUT, TOKENIZER
 from flaxformer_mt.runs.layout import CACHE, CONFIG

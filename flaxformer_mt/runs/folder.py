@@ -20,8 +20,8 @@ from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.config.experiment import groups, with_changes
 from flaxformer_mt.config.fields import FieldRole, names_with
 from flaxformer_mt.errors import UserError, prefixed
-from flaxformer_mt.remote.stores import require_local
 from flaxformer_mt.runs import atomic, changes, data_file, layout, manifest, step_folders
+from flaxformer_mt.urls import require_local
 
 Texts: TypeAlias = Mapping[str, Sequence[tuple[str, str]]]
 """Name and fingerprint of each corpus of "train", "valid" and "test"."""
