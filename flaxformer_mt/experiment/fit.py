@@ -117,14 +117,9 @@ class Experiment:
         return make_optimizer(self.config.optimizer, self.schedule)
 
     @functools.cached_property
-    def make_state(self) -> Callable[[jax.Array], TrainState]:
-        """From a key to the state before the first step."""
-        return _state_maker(self.config, self.optimizer)
-
-    @functools.cached_property
     def state_shapes(self) -> TrainState:
         """The shapes and dtypes of the state."""
-        return jax.eval_shape(self.make_state, seed_key(0))
+        return jax.eval_shape(_state_maker(self.config, self.optimizer), seed_key(0))
 
     @functools.cached_property
     def validation(self) -> Validation:
@@ -170,7 +165,8 @@ class Experiment:
     def initial_state(self, announce: Callable[[str], None] = print) -> TrainState:
         """Creates the state before the first step, on the devices."""
         mesh, rules = self.devices.mesh, self.devices.rules
-        state = devices.create(self.make_state, mesh, seed=self.config.train.seed, rules=rules)
+        make_state, seed = _state_maker(self.config, self.optimizer), self.config.train.seed
+        state = devices.create(make_state, mesh, seed=seed, rules=rules)
         params, moments = self.loaded
         if params is not None:
             state = warm_start.start_from(state, params, mesh, rules)

@@ -14,7 +14,7 @@ from rich.console import Console
 from flaxformer_mt import distributed
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.data.dataset import Dataset
-from flaxformer_mt.data.stream.batches import Batch, evaluation_batches
+from flaxformer_mt.data.stream.batches import evaluation_batches
 from flaxformer_mt.data.stream.placement import own_shard, row_shards
 from flaxformer_mt.decoding.batching.workers import decoding_on
 from flaxformer_mt.decoding.parameters import on_one_device
@@ -53,7 +53,8 @@ class Validation:
             split: evaluation_batches(evaluated.tokens, config, row_shards(mesh), own_shard(mesh))
             for split, evaluated in dataset.evaluation_sets.items()
         }
-        shapes = {_shapes(batch) for batches in self._batches.values() for batch in batches}
+        placed = itertools.chain.from_iterable(self._batches.values())
+        shapes = {str(jax.tree.map(np.shape, batch)) for batch in placed}
         self._eval_step = devices.compile_eval_step(
             functools.partial(eval_step, model=Transformer(config.model), config=config.train),
             len(shapes),
@@ -179,7 +180,3 @@ class Validation:
             f"[{metrics['bleu_signature']}]",
             soft_wrap=not console.is_terminal,  # Terminals would break lines within words.
         )
-
-
-def _shapes(batch: Batch) -> tuple[tuple[int, ...], ...]:
-    return tuple(leaf.shape for leaf in jax.tree.leaves(batch))
