@@ -452,6 +452,35 @@ def test_a_refused_folder_that_cannot_be_removed_does_not_hide_why(monkeypatch, 
         raise UserError("why")
 
 
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_refused_start_removes_what_it_wrote_and_nothing_else(tmp_path, is_new):
+    folder = tmp_path / "run"
+    if not is_new:
+        (folder / "tensorboard").mkdir(parents=True)
+
+    def refused():
+        (folder / "cache").mkdir()
+        (folder / "cache/store").write_text("tokens")
+        (folder / "data.json").write_text("{}")
+        (folder / "notes.txt").write_text("of another program")
+        raise UserError("why")
+
+    with pytest.raises(UserError, match="why"), experiment.open_folder(folder):
+        refused()
+    left = {"notes.txt"} if is_new else {"notes.txt", "tensorboard"}
+    assert {path.name for path in folder.iterdir()} == left
+
+
+def test_files_that_a_run_does_not_list_are_never_replaced(run, tmp_path):
+    for name in ("origin", "tokenizer"):
+        folder = tmp_path / name
+        (folder / name).mkdir(parents=True)
+        (folder / name / "mine.txt").write_text("mine")
+        with pytest.raises(UserError, match=f"holds {name} of a run whose config.json is missing"):
+            experiment.begin(CONFIG, folder)
+        assert (folder / name / "mine.txt").read_text() == "mine"
+
+
 def test_one_resolved_configuration_reaches_all_parts(run, tmp_path):
     """The run folder keeps the configuration as it was given."""
     parts = experiment.Experiment(experiment.begin(CONFIG, str(tmp_path)))

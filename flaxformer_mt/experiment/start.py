@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import shutil
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,18 +16,19 @@ from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers, read_tokenizers
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.experiment import checks
 from flaxformer_mt.remote.reading import local_list
+from flaxformer_mt.runs import atomic
 from flaxformer_mt.runs import folder as run_folder
 from flaxformer_mt.runs.data_file import HOLD_OUT, TOKENIZER
-from flaxformer_mt.runs.layout import CACHE, CONFIG
+from flaxformer_mt.runs.layout import CACHE, CONFIG, CONTENT
 from flaxformer_mt.training.warm_start import require_parameters, tokenizer_path
 
 
 @contextlib.contextmanager
 def open_folder(workdir: str | Path, announce: Callable[[str], None] = print) -> Iterator[Path]:
-    """Creates and locks a run folder; removes a new one if no run was written to it.
+    """Creates and locks a run folder; removes what a start wrote if no run came of it.
 
-    So, too, if the run was refused before it trained: the corrected command then starts anew. What
-    was tokenized before an interruption remains.
+    A run that is refused before it trained is removed, too: the corrected command then starts anew.
+    What was tokenized before an interruption remains, and so do files that others put there.
 
     Raises:
       UserError: another process trains there, or the folder cannot be written to.
@@ -37,7 +37,8 @@ def open_folder(workdir: str | Path, announce: Callable[[str], None] = print) ->
     if not distributed.is_main():
         yield workdir
         return
-    before = set(workdir.iterdir()) if workdir.is_dir() else None
+    is_new = not workdir.is_dir()
+    before = set() if is_new else {path.name for path in workdir.iterdir()}
     with run_folder.locked(workdir, announce):
         try:
             yield workdir
@@ -47,20 +48,21 @@ def open_folder(workdir: str | Path, announce: Callable[[str], None] = print) ->
             raise
         finally:
             is_run = (workdir / CONFIG).exists()
-            if before is None and not is_run and not has_parts(workdir / CACHE):
+            if is_new and not is_run and not has_parts(workdir / CACHE):
                 _remove_new(workdir, before)
 
 
-def _remove_new(workdir: Path, before: Collection[Path] | None) -> None:
-    if before is None:
+def _remove_new(workdir: Path, before: Collection[str]) -> None:
+    """Removes the parts of a run that were not there before, and the folder if it is empty."""
+    if CONFIG in before:
+        return
+    for name in CONTENT.difference(before):
         # NFS keeps files that are still open, such as the lock.
-        shutil.rmtree(workdir, ignore_errors=True)
-    elif workdir / CONFIG not in before:
-        for path in {*workdir.iterdir()}.difference(before):
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            atomic.delete(workdir / name)
+    if not before:
+        with contextlib.suppress(OSError):
+            workdir.rmdir()
 
 
 @dataclasses.dataclass(frozen=True)

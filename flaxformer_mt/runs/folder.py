@@ -6,7 +6,6 @@ the folder would hold a different run. It is continued whole or not at all.
 
 import contextlib
 import dataclasses
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -173,15 +172,19 @@ def has_run(workdir: Path) -> bool:
     return True
 
 
+_OWN_FOLDERS = (layout.TOKENIZER, layout.ORIGIN)
+"""Those whose files `data.json` lists."""
+
+
 def _require_no_remains(workdir: Path) -> None:
     """Raises `UserError` if a folder without `config.json` holds part of a run that has begun.
 
     A start that was killed leaves `data.json`, or that and a vocabulary; a new one replaces them.
     """
+    has_data = (workdir / layout.DATA).exists()
     remains = {
         layout.DATA: data_file.is_trained(workdir),
-        layout.TOKENIZER: (workdir / layout.TOKENIZER).exists()
-        and not (workdir / layout.DATA).exists(),
+        **{name: (workdir / name).exists() and not has_data for name in _OWN_FOLDERS},
         layout.METRICS: (workdir / layout.METRICS).exists(),
         layout.CHECKPOINTS: step_folders.has_any(workdir),
     }
@@ -232,6 +235,12 @@ def write_run(
     files = {f"{layout.TOKENIZER}/{name}": content for name, content in vocabulary.items()}
     files |= {f"{layout.ORIGIN}/{name}": content for name, content in origin.items()}
     atomic.make_folder(workdir)
+    for name in _OWN_FOLDERS:
+        if (workdir / name).is_symlink():
+            raise UserError(f"{workdir / name} is a link: remove it, or give another folder")
+    # A start that was killed may have left files of another vocabulary.
+    for name in data_file.read(workdir).get(data_file.FILES, {}).keys() - files.keys():
+        (workdir / name).unlink(missing_ok=True)
     data_file.write(
         workdir,
         {
@@ -243,12 +252,6 @@ def write_run(
             },
         },
     )
-    for path in (workdir / layout.TOKENIZER, workdir / layout.ORIGIN):
-        # A start that was killed may have left files of another vocabulary.
-        if path.is_symlink():
-            path.unlink()
-        elif path.exists():
-            shutil.rmtree(path)
     for name, content in files.items():
         atomic.make_folder((workdir / name).parent)
         atomic.write_bytes(workdir / name, content)
