@@ -140,7 +140,7 @@ def lexicon(
         compressed).
     """
     from flaxformer_mt.data.tokenizers.tokenizer import evenly
-    from flaxformer_mt.decoding.shortlists.lexicon import MAX_PAIRS, learn, write_table
+    from flaxformer_mt.decoding.shortlist import MAX_PAIRS, learn, write_table
     from flaxformer_mt.runs.folder import read_tokenizers
 
     require_writable(output_file)

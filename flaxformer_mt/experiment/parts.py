@@ -12,7 +12,7 @@ from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.data.dataset import Dataset
 from flaxformer_mt.data.stream.batches import Batch, DataPosition
 from flaxformer_mt.data.stream.placement import own_shard
-from flaxformer_mt.data.stream.prefetch import Prefetched
+from flaxformer_mt.data.stream.training_stream import Prefetched
 from flaxformer_mt.experiment.validation import Validation
 from flaxformer_mt.interop.exports import exports, summary
 from flaxformer_mt.model.transformer import Transformer

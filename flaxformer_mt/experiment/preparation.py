@@ -15,7 +15,7 @@ from flaxformer_mt.data.dataset import open_all, open_dataset
 from flaxformer_mt.data.sanity_checks import check_languages, check_not_blank, warn_of_shared_text
 from flaxformer_mt.data.stream.token_store import make_parts
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers, tags
-from flaxformer_mt.decoding.shortlists.shortlist import require_shortlist
+from flaxformer_mt.decoding.shortlist import require_shortlist
 from flaxformer_mt.decoding.translator import check_search
 from flaxformer_mt.experiment.checks import require_effects, require_shared_vocabulary
 from flaxformer_mt.experiment.folder import require_shared

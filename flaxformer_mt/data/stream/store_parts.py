@@ -18,13 +18,13 @@ import numpy as np
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.data.corpora import shared_text
 from flaxformer_mt.data.corpora.corpus import Chunk, Corpus, SentencePair
-from flaxformer_mt.data.corpora.entities import EntityCounter
+from flaxformer_mt.data.corpora.entities import pairs_with_entities
 from flaxformer_mt.data.corpora.filters import PairFilter, pair_hash
 from flaxformer_mt.data.corpora.rows import Dropped, Row, added_up
 from flaxformer_mt.data.corpora.shared_text import HeldOutText, Shared
 from flaxformer_mt.data.corpora.text_files import counted
 from flaxformer_mt.data.stream.encoded_corpus import EncodedPairs, encode_pairs
-from flaxformer_mt.data.stream.links import Unlinked
+from flaxformer_mt.data.stream.links import UNLINKED
 from flaxformer_mt.data.stream.packing import Sentences, TokenPairs
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.runs import atomic
@@ -46,7 +46,8 @@ class Part:
     files: Sequence[tuple[int, str]]
     """The index of the first pair of each file, and its name; "" if there is no file."""
     dropped: Mapping[str, Dropped]
-    entities: EntityCounter
+    notes: Mapping[str, Dropped]
+    """The pairs with HTML entities, and those without links."""
     malformed: Mapping[str, Dropped]
     shared: Shared
 
@@ -162,8 +163,7 @@ class Parts:
             "malformed": part.malformed,
             "shared": [*part.shared.items()],
             "unknown_examples": part.pairs.unknown_examples,
-            "unlinked": part.pairs.unlinked,
-            "entities": [part.entities.count, part.entities.places],
+            "notes": part.notes,
         }
         arrays = {"numbers": part.numbers}
         order = np.argsort(hashes, kind="stable").astype(np.int32)
@@ -188,15 +188,12 @@ class Parts:
             if f"{field.name}.tokens" in arrays
         }
         tokens = TokenPairs(sides.pop("sources", None), sides.pop("targets"), **sides)
-        pairs = EncodedPairs(
-            tokens, tuple(values["unknown_examples"]), Unlinked(*values["unlinked"])
-        )
         return Part(
-            pairs,
+            EncodedPairs(tokens, tuple(values["unknown_examples"])),
             arrays["numbers"],
             [(index, path) for index, path in values["files"]],
             Dropped.by_reason(values["dropped"]),
-            EntityCounter(*values["entities"]),
+            Dropped.by_reason(values["notes"]),
             Dropped.by_reason(values["malformed"]),
             shared_text.from_json(values["shared"]),
         )
@@ -241,8 +238,6 @@ def _made(
 ) -> tuple[Part, np.ndarray]:
     """Filters and encodes the pairs of a part, and hashes them if duplicates are dropped."""
     data, has_inputs = config.data, config.model.has_inputs
-    entities = EntityCounter()
-    entities.add(chunk.pairs, chunk.numbers)
     pair_filter = PairFilter(data, corpus, has_inputs)
     kept: list[SentencePair] = []
     numbers: list[int] = []
@@ -264,7 +259,10 @@ def _made(
         np.array(numbers, np.int64),
         files,
         pair_filter.dropped,
-        entities,
+        {
+            **pairs_with_entities(chunk.pairs, chunk.numbers),
+            **Dropped.at(UNLINKED, pairs.unlinked),
+        },
         chunk.malformed,
         held_out.find(corpus.untagged(kept), numbers),
     )
