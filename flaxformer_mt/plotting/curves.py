@@ -37,7 +37,7 @@ _MAX_COLUMNS = 4
 _LOG_RATIO = 20.0
 _NAME_WIDTH = 30  # Characters of a line in the legend.
 _SHOWN_ROWS = 20
-_STYLE: dict[str, Any] = {
+_STYLE: dict[Any, Any] = {
     "text.color": INK, "axes.edgecolor": INK, "axes.labelcolor": INK, "grid.color": INK,
     "xtick.color": INK, "ytick.color": INK, "xtick.labelsize": 7.5, "ytick.labelsize": 7.5,
     "axes.labelsize": 8, "legend.fontsize": 8, "legend.frameon": False,
