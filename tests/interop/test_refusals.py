@@ -262,6 +262,8 @@ def test_a_layer_without_tensors_is_named():
         ({"heads": [2]}, "num_heads=[2]: must be an integer"),
         ({"heads": float("nan")}, "num_heads=nan: must be an integer"),
         ({"heads": 2, "dropout": []}, "its settings are damaged"),
+        ({"heads": 2, "rotary_interleave": "yes"}, "rotary_interleave: expected true or false"),
+        ({"heads": 2, "max_relative_positions": {}}, "max_relative_positions: expected an integer"),
         ({"heads": 2, "dropout": "0.1"}, "dropout_rate='0.1': must be a number"),
         ({"heads": 2, "dropout": float("inf")}, "dropout_rate=inf: must be at most"),
         (

@@ -26,6 +26,7 @@ from flaxformer_mt.data.stream.packing import (
     plan_rows,
 )
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.input_files import checked
 
 Array: TypeAlias = np.ndarray | jax.Array
 
@@ -112,8 +113,8 @@ class DataPosition(NamedTuple):
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "DataPosition":
         """Returns the inverse of `to_json`."""
-        streams = tuple(tuple(place) for place in values.get("streams", ()))
-        return cls(**{**values, "streams": streams})
+        given = {**cls._field_defaults, **values}
+        return checked([given[name] for name in cls._fields], "the position in the data is", cls)
 
 
 def make_batch(
