@@ -24,7 +24,7 @@ from flaxformer_mt.data.corpora.corpus import ParallelCorpus, open_corpora
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.decoding.line_format import read_sentence
 from flaxformer_mt.decoding.scoring.scorer import Scorer
-from flaxformer_mt.decoding.shortlists.shortlist import Shortlist
+from flaxformer_mt.decoding.shortlist import Shortlist
 from flaxformer_mt.decoding.translator import Sentence, Translator
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.evaluation import compare, evaluate
@@ -522,10 +522,11 @@ def test_errors_are_one_line(run, command, tmp_path):
 
 
 def test_a_vocabulary_of_another_size_is_rejected(run, command, tmp_path):
-    folder = copy_without(run, tmp_path / "run", "tokenizer")
-    (folder / "data.json").unlink()
+    folder, model = tmp_path / "run", load_run(run)
     corpus = ParallelCorpus(sentences(50), sentences(50), "made up")
-    Tokenizers.train([corpus], dataclasses.replace(DATA, vocab_size=290)).save(folder / "tokenizer")
+    other = Tokenizers.train([corpus], dataclasses.replace(DATA, vocab_size=290))
+    write_run(folder, model.config, {}, other)
+    write_params(folder, model.step, model.params)
     message = "has 290 source tokens, but the model was trained with 300"
     for name in ("inspect", "translate"):
         assert_rejected(command(name, "--run", folder), f"{folder / 'tokenizer'} {message}")

@@ -140,7 +140,7 @@ def lexicon(
         compressed).
     """
     from flaxformer_mt.data.tokenizers.tokenizer import evenly, read_tokenizers
-    from flaxformer_mt.decoding.shortlists.lexicon import MAX_PAIRS, learn, write_table
+    from flaxformer_mt.decoding.shortlist import MAX_PAIRS, learn, write_table
 
     require_writable(output_file)
     tokenizers = read_tokenizers(run)

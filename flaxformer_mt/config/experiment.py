@@ -11,8 +11,7 @@ from flaxformer_mt.config.decode import DecodeConfig
 from flaxformer_mt.config.fields import Checked, FieldRole, names_with, roles_of, shown, suggestion
 from flaxformer_mt.config.model import TransformerConfig
 from flaxformer_mt.config.optimizer import OptimizerConfig
-from flaxformer_mt.config.parallel import ParallelConfig
-from flaxformer_mt.config.train import TrainConfig
+from flaxformer_mt.config.train import ParallelConfig, TrainConfig
 from flaxformer_mt.errors import UserTypeError
 
 

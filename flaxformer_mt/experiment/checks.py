@@ -18,7 +18,7 @@ from flaxformer_mt.config import (
 from flaxformer_mt.data.stream.batches import packed_shape
 from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers, read_tokenizers
-from flaxformer_mt.decoding.shortlists.shortlist import require_shortlist
+from flaxformer_mt.decoding.shortlist import require_shortlist
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.model.attention import attention_class
 from flaxformer_mt.model.functional import init

@@ -16,7 +16,7 @@ from flaxformer_mt.config import ExperimentConfig, to_dict
 from flaxformer_mt.data.dataset import Dataset
 from flaxformer_mt.data.stream.batches import Batch, DataPosition
 from flaxformer_mt.data.stream.placement import own_shard
-from flaxformer_mt.data.stream.prefetch import Prefetched
+from flaxformer_mt.data.stream.training_stream import Prefetched
 from flaxformer_mt.decoding.translator import check_search
 from flaxformer_mt.experiment.start import Start
 from flaxformer_mt.experiment.test import Validation

@@ -12,7 +12,7 @@ import optax
 
 from flaxformer_mt.config import TrainConfig
 from flaxformer_mt.data.stream.batches import Batch, DataPosition
-from flaxformer_mt.data.stream.prefetch import Prefetched
+from flaxformer_mt.data.stream.training_stream import Prefetched
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interruption import Interrupted
 from flaxformer_mt.objectives.cross_entropy import Metrics

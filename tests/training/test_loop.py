@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from flaxformer_mt import distributed
-from flaxformer_mt.data.stream.prefetch import Prefetched
+from flaxformer_mt.data.stream.training_stream import Prefetched
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interruption import Interrupted
 from flaxformer_mt.runs.checkpoint import Checkpoints, restore_params, whole_checkpoints
