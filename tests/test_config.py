@@ -123,7 +123,7 @@ def test_json_that_is_not_a_configuration_is_rejected(text):
         (TransformerConfig, {"source_vocab_size": 5, "target_vocab_size": 6}, "one vocabulary"),
         (TrainConfig, {"num_steps": 0}, "train.num_steps=0: must be at least 1"),
         (DecodeConfig, {"n_best": 9}, "decode.n_best=9 is more than decode.beam_size=4"),
-        (OptimizerConfig, {"weight_decay": 0.1}, "needs optimizer.kind=adamw"),
+        (OptimizerConfig, {"weight_decay": 0.1}, "needs optimizer.kind=adamw or muon"),
         (ExperimentConfig, {"train": TrainConfig(batch_tokens=100)}, "not a multiple"),
         (
             ExperimentConfig,
@@ -360,3 +360,8 @@ def test_a_path_beside_a_generated_corpus():
     with pytest.raises(UserError, match=r"data\.path=mine\.tsv has no effect"):
         DataConfig(corpus="phrases", path="mine.tsv")
     DataConfig(corpus="phrases", path="tfds:wmt14_translate/de-en")
+
+
+def test_braces_in_a_value_are_text():
+    with pytest.raises(UserError, match=r"train\.profile_steps='\{seed\}': must be A:B"):
+        TrainConfig(profile_steps="{seed}")

@@ -17,23 +17,35 @@ LEAVES = {
     "exit_codes",
     "input_files",
     "memory_limits",
-    "remote",
+    "remote.reading",
     "runs.atomic",
+    "standard_output",
+    "urls",
     "writing_systems",
 }
 ALLOWED = {
     "accelerators": set(),
     "errors": set(),
     "exit_codes": set(),
-    "input_files": {"errors", "remote"},
-    "remote": {"errors", "runs.atomic", "runs.layout", "runtime"},
+    "input_files": {"errors", "remote.reading"},
+    "urls": {"errors"},
+    "remote": {"errors", "runs.atomic", "runs.layout", "runtime", "standard_output", "urls"},
     "memory_limits": {"errors"},
     "writing_systems": set(),
     "config": LEAVES,
     "distributed": LEAVES,
     "cluster_checks": {"distributed"} | LEAVES,
     "interruption": LEAVES,
-    "run_reader": {"config", "data", "runs", "decoding", "evaluation", "plotting"} | LEAVES,
+    "run_reader": {
+        "config",
+        "data",
+        "runs",
+        "decoding",
+        "evaluation",
+        "plotting",
+        "trained_model",
+    }
+    | LEAVES,
     "loading": {
         "config",
         "data.tokenizers",
@@ -43,6 +55,7 @@ ALLOWED = {
         "presets",
         "run_reader",
         "runs",
+        "trained_model",
     }
     | LEAVES,
     "objectives": {"config", "model", "data.stream"} | LEAVES,
@@ -58,22 +71,41 @@ ALLOWED = {
         "decoding",
         "evaluation",
         "interop.exports",
+        "remote",
         "run_reader",
-        "standard_output",
     }
     | LEAVES,
     "standard_output": set(),
-    "runs": {"config", "distributed", "data.corpora.corpus", "data.tokenizers", "model"} | LEAVES,
+    "runs": {"config", "distributed", "model"} | LEAVES,
+    "trained_model": {"config", "data.tokenizers", "distributed", "model", "runs"} | LEAVES,
     "presets": {"config"} | LEAVES,
     "model": {"config"} | LEAVES,
-    "data": {"config", "distributed", "runs.identity", "runs.layout", "runs.manifest"} | LEAVES,
-    "training": {"config", "model", "objectives", "data", "runs", "interruption"} | LEAVES,
+    "data": {
+        "config",
+        "distributed",
+        "runs.data_file",
+        "runs.identity",
+        "runs.layout",
+        "runs.manifest",
+    }
+    | LEAVES,
+    "training": {
+        "config",
+        "model",
+        "objectives",
+        "data",
+        "runs",
+        "interruption",
+        "trained_model",
+    }
+    | LEAVES,
     "decoding": {
         "config",
         "model",
         "data.tokenizers",
         "runtime",
         "runs",
+        "trained_model",
     }
     | LEAVES,
     "evaluation": {"config", "decoding"} | LEAVES,
@@ -88,6 +120,7 @@ ALLOWED = {
         "plotting.drawing",
     }
     | LEAVES,
+    "serving": {"run_reader", "runs"} | LEAVES,
     "plotting": {"config", "decoding.attention_weights", "runs"} | LEAVES,
 }
 # Modules that handle whole models, with vocabulary and search options, need more than weight maps.
@@ -96,6 +129,7 @@ WHOLE_MODELS = ALLOWED["interop"] | {
     "decoding.bad_phrases",
     "decoding.search.options",
     "runs",
+    "trained_model",
 }
 ALLOWED |= dict.fromkeys(
     (
@@ -134,6 +168,8 @@ ONLY_IN = {
     "mlflow": {"training.reporting.trackers"},
     "trackio": {"training.reporting.trackers"},
     "tyro": {"cli"},
+    "starlette": {"serving.http"},
+    "uvicorn": {"serving.http"},
 }
 
 

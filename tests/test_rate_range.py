@@ -14,6 +14,7 @@ from flaxformer_mt.cli import main
 from flaxformer_mt.config import OptimizerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.experiment import rate_range
+from flaxformer_mt.runs import atomic
 from flaxformer_mt.training.optimizer import make_schedule
 
 
@@ -50,21 +51,22 @@ def losses(monkeypatch, trained_run):
     def replace(values):
         read = []
 
-        def made_up(prepared, rates):
-            for value in values(np.asarray(rates)):
+        def made_up(prepared, steps):
+            for value in values(np.geomspace(rate_range.LOWEST, rate_range.HIGHEST, steps)):
                 read.append(value)
                 yield value
 
         monkeypatch.setattr(rate_range, "_losses", made_up)
         return read
 
-    monkeypatch.setattr(rate_range, "prepare", lambda *_, **__: Prepared())
+    def begin(*_, cache):
+        # Which the next start deletes, if this process is killed.
+        assert atomic.is_workspace_name(cache.name)
+
+    monkeypatch.setattr(rate_range, "begin", begin)
+    monkeypatch.setattr(rate_range, "Experiment", lambda *_, **__: None)
+    monkeypatch.setattr(rate_range, "report", lambda _: ())
     return replace
-
-
-class Prepared:
-    def report(self):
-        return iter(())
 
 
 def valley(rates):

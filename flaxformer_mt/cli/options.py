@@ -11,10 +11,11 @@ import tyro
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.presets import check_fields
+from flaxformer_mt.remote.reading import local
 from flaxformer_mt.runs import atomic
 
 if typing.TYPE_CHECKING:
-    from flaxformer_mt.runs.trained_model import TrainedModel
+    from flaxformer_mt.trained_model import TrainedModel
 
 CheckpointChoice = Annotated[Literal["best", "last"] | int, tyro.conf.arg(metavar="CHECKPOINT")]
 """The best checkpoint by validation, the newest, or that of a step."""
@@ -42,12 +43,12 @@ def configured_search(arguments: Sequence[str]) -> DecodeConfig:
     from flaxformer_mt.runs.folder import read_config
 
     # Some versions of argparse leave an empty list of the value in `--run=--`.
-    return read_config(runs[0] or "--").decode
+    return read_config(local(runs[0] or "--")).decode
 
 
 def load_runs(folders: Sequence[Path], checkpoint: CheckpointChoice) -> list["TrainedModel"]:
     """Loads one model per folder, of which there must be one."""
-    from flaxformer_mt.runs.trained_model import load_run
+    from flaxformer_mt.trained_model import load_run
 
     require_runs(folders)
     return [load_run(folder, checkpoint) for folder in folders]

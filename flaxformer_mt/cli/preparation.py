@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-from flaxformer_mt.cli import output, remote_arguments
+from flaxformer_mt.cli import output
 from flaxformer_mt.cli.output_parts import Shard
 from flaxformer_mt.cli.training import experiment_of, parse_experiment
 from flaxformer_mt.config import ExperimentConfig
@@ -47,10 +47,7 @@ def names_run(arguments: Sequence[str]) -> bool:
 
 def run(arguments: Sequence[str]) -> int:
     """Parses the options and prepares the run."""
-    # Shards only add files, at the same time.
-    is_shard = any(each.partition("=")[0] == "--shard" for each in arguments)
-    with remote_arguments.run_folder(arguments, is_read=is_shard) as local_arguments:
-        prepare_run(parse(local_arguments), local_arguments)
+    prepare_run(parse(arguments), arguments)
     return 0
 
 
@@ -86,7 +83,8 @@ def prepare_run(flags: PrepareFlags, arguments: Sequence[str]) -> None:
         raise UserError(f"--num-workers={flags.num_workers} is negative: give 0 or more")
     if flags.shard:
         shard = Shard.parse(flags.shard)
-        experiment.tokenize(config, workdir, shard.index, shard.count)
+        start = experiment.begin(config, workdir)
+        start.text.tokenize_part(start.tokenizers, shard.index, shard.count)
         output.print_note(
             f"part {flags.shard} of the text is tokenized; when all are: flaxformer-mt prepare "
             f"--config={flags.config} --workdir={workdir}"
@@ -94,12 +92,12 @@ def prepare_run(flags: PrepareFlags, arguments: Sequence[str]) -> None:
         return
     count = flags.num_workers or len(os.sched_getaffinity(0))
     if flags.engine == "beam" or count > 1:
-        experiment.learn_vocabulary(config, workdir)
+        start = experiment.begin(config, workdir)  # Learns the vocabulary.
     if flags.engine == "beam":
         _run_beam(arguments, count, flags.beam_options.split())
     elif count > 1:
         with _processes(arguments, range(1, count), count):
-            experiment.tokenize(config, workdir, 0, count)
+            start.text.tokenize_part(start.tokenizers, 0, count)
     with experiment.open_folder(workdir) as folder:
         prepared = experiment.prepare(config, folder)
     output.print_lines(f"{label:<8}{line}" for label, line in prepared.dataset.report())

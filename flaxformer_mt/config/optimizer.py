@@ -1,9 +1,10 @@
 """The optimizer and its learning-rate schedule."""
 
 import dataclasses
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Literal
 
+from flaxformer_mt.config import relations
 from flaxformer_mt.config.fields import Checked, FieldRole, option
 
 
@@ -52,6 +53,7 @@ class OptimizerConfig(Checked):
     """Clip gradients to this global norm; 0 = no clipping."""
 
     _prefix = "optimizer."
+    _relations = relations.OPTIMIZER
 
     @property
     def schedule_has_end(self) -> bool:
@@ -72,9 +74,3 @@ class OptimizerConfig(Checked):
         if "warmup" in given:
             return dataclasses.replace(self, warmup_steps=OptimizerConfig.warmup_steps)
         return self
-
-    def _problems(self) -> Iterator[str]:
-        if self.warmup and self.warmup_steps != OptimizerConfig.warmup_steps:
-            yield "{warmup} and {warmup_steps} say the same: leave one of them out"
-        if self.weight_decay and self.kind not in ("adamw", "muon"):
-            yield "{weight_decay} needs optimizer.kind=adamw or muon, not {kind}"

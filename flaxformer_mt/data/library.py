@@ -5,7 +5,6 @@ The stream of `packed` is the one that training runs read: the same batches, in 
 
 import contextlib
 import json
-import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -31,6 +30,7 @@ from flaxformer_mt.data.stream.token_store import open_stores
 from flaxformer_mt.data.stream.training_stream import TrainingStream
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError, UserTypeError
+from flaxformer_mt.runs import atomic
 
 Pairs: TypeAlias = Corpus | Iterable[tuple[str, str]]
 """What `read_pairs` returns, or pairs of a source and a target sentence."""
@@ -159,8 +159,7 @@ def packed(
     with contextlib.ExitStack() as stack:
         if cache is None:
             # A mapped file can be read after its name is removed, and does not outlive the process.
-            temporary = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-            cache = stack.enter_context(temporary)
+            cache = stack.enter_context(atomic.temporary_folder())
         corpora = _corpora(pairs)
         stores = open_stores(Path(cache), corpora, tokenizers, experiment)
     record = _identity(corpora, tokenizers, experiment, rows)

@@ -28,7 +28,7 @@ from flaxformer_mt.data.corpora.entities import unescaped
 from flaxformer_mt.data.corpora.rows import Dropped, Reading, merged, with_place
 from flaxformer_mt.data.corpora.text_files import Source, of_files
 from flaxformer_mt.errors import UserError, requiring
-from flaxformer_mt.remote import copies
+from flaxformer_mt.remote.reading import local_list
 
 HELD_OUT_PAIRS = 500
 """Number of pairs in the valid and test splits of a generated corpus."""
@@ -226,10 +226,12 @@ def open_corpora(config: DataConfig, role: Role, has_inputs: bool = True) -> lis
     for number, corpus in enumerate(corpora or (CorpusConfig(),)):
         prefix = f"data.{role}_corpora.{number}." if corpora else "data."
         completed = _completed(corpus, config, split)
-        if corpus.split and _has_no_splits(completed):
+        name, chosen = f"{prefix}split", corpus.split
+        if not corpora and role == "train" and split != DataConfig.train_split:
+            name, chosen = "data.train_split", split
+        if chosen and _has_no_splits(completed):
             raise UserError(
-                f"{prefix}split={corpus.split} has no effect: {prefix}path={completed.path} has no "
-                "splits"
+                f"{name}={chosen} has no effect: {prefix}path={completed.path} has no splits"
             )
         if not corpora and role != "train" and _has_no_splits(completed):
             raise UserError(
@@ -340,7 +342,7 @@ def load_corpus(config: DataConfig, split: str) -> ParallelCorpus:
 def _completed(corpus: CorpusConfig, data: DataConfig, split: str) -> CorpusConfig:
     """Fills in the empty fields of a corpus from `data`, and its kind from what the path names."""
     path = corpus.path or data.path
-    path = path if path.startswith("tfds:") else copies.local_list(path)
+    path = path if path.startswith("tfds:") else local_list(path)
     kind = "tfds" if path.startswith("tfds:") else corpus.kind or data.corpus
     if kind == "text" and Path(path).is_file():
         kind = tables.form_of(Path(path))
@@ -357,11 +359,6 @@ def _completed(corpus: CorpusConfig, data: DataConfig, split: str) -> CorpusConf
         source_language=corpus.source_language or data.source_language,
         target_language=corpus.target_language or data.target_language,
     )
-
-
-def has_splits(data: DataConfig) -> bool:
-    """Returns whether `data.train_split` chooses anything: `data.path` may name a corpus' files."""
-    return not _has_no_splits(_completed(CorpusConfig(), data, data.train_split))
 
 
 def _has_no_splits(corpus: CorpusConfig) -> bool:
