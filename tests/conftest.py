@@ -4,6 +4,7 @@ XLA_FLAGS of the caller are kept, so `XLA_FLAGS=--xla_cpu_max_isa=AVX2 pytest` t
 processor without AVX-512 computes.
 """
 
+import contextlib
 import gc
 import importlib.metadata
 import itertools
@@ -68,6 +69,55 @@ jaxtyping.install_import_hook(
 )
 
 
+# Tests and fixtures of the default suite that may take more than `--max-cpu-seconds`.
+EXPENSIVE = frozenset({
+    "test_promises.py::test_a_published_model_has_the_same_values_and_gradients",
+    "test_promises.py::test_many_devices_train_like_one",
+    "test_promises.py::test_a_run_that_is_killed_continues_to_the_same_bits",
+    "test_promises.py::test_a_folder_of_each_format_survives",
+    "test_promises.py::run",
+    "trained_run",
+})  # fmt: skip
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--max-cpu-seconds",
+        type=float,
+        metavar="SECONDS",
+        help="fail each test, and each fixture, that takes more processor time, of this process "
+        "and of those that it waits for, unless it is slow or EXPENSIVE of tests/conftest.py lists "
+        "it. For whoever adds tests: by default no run fails because a machine is slow, or because "
+        "a test is the first that compiles a program",
+    )
+
+
+@contextlib.contextmanager
+def _limited(request, name):
+    """Fails if what is done here takes more processor time than the option of the run allows."""
+    limit = request.config.option.max_cpu_seconds
+    before = sum(os.times()[:4])
+    yield
+    spent = sum(os.times()[:4]) - before
+    if limit is not None and spent > limit and name not in EXPENSIVE:
+        pytest.fail(f"{name} took {spent:.1f} s of processor time, more than {limit:g} s")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    if item.get_closest_marker("slow"):
+        return (yield)
+    with _limited(item, f"{item.path.name}::{item.name.partition('[')[0]}"):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef, request):
+    name = f"{request.path.name}::" if fixturedef.scope != "session" else ""
+    with _limited(request, name + fixturedef.argname):
+        return (yield)
+
+
 @pytest.hookimpl(tryfirst=True, optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """Lets each worker begin with files of its own, and take over tests when it has no more.
@@ -81,7 +131,8 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Marks the parameters that `slow_except` does not name as slow, before tests are chosen."""
+    """Puts the promises first, and marks what `slow_except` does not name as slow."""
+    items.sort(key=lambda item: item.path.name != "test_promises.py")
     unused = {}
     for item in items:
         for marker in item.iter_markers("slow_except"):

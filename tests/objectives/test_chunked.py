@@ -70,6 +70,30 @@ def test_the_chunked_loss_is_the_loss_of_all_logits(
         chex.assert_trees_all_close(jax.jit(in_chunks)(*factors), expected[0], atol=1e-12)
 
 
+def test_the_weight_of_a_term_counts_once():
+    random = np.random.default_rng(0)
+    factors = [jnp.asarray(random.normal(size=size)) for size in ((4, 6, 5), (11, 5), (11,))]
+    targets = jnp.repeat(jnp.asarray(random.integers(0, 11, (2, 6)), jnp.int32), 2, axis=0)
+
+    def found(weight):
+        def objective(*factors):
+            options = CrossEntropyOptions(term=RDrop(weight))
+            sums = chunked_cross_entropy(
+                OutputFactors(*factors, 1.0), targets, jnp.ones((4, 6)), options
+            )
+            return sums.objective, (sums.loss, sums.term)
+
+        return jax.value_and_grad(objective, (0, 1, 2), has_aux=True)(*factors)
+
+    (none, (loss, _)), without = found(0.0)
+    (once, (_, term)), one = found(1.0)
+    (thrice, (_, same)), three = found(3.0)
+    np.testing.assert_allclose([none, once, thrice], [loss, loss + term, loss + 3 * term], 1e-6)
+    assert term == same > 1
+    expected = jax.tree.map(lambda first, last: first + 3 * (last - first), without, one)
+    chex.assert_trees_all_close(three, expected, atol=1e-4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("convention", ["uniform", "non_pad_kl"])
 def test_the_chunked_loss_with_r_drop_is_the_formula_of_the_paper(float64, platform, convention):
