@@ -63,7 +63,8 @@ def measure(config: TransformerConfig, steps: int) -> dict[str, float]:
         optimizer = make_optimizer(
             optimizer_config, make_schedule(optimizer_config, config.d_model, 1000)
         )
-        state = create_state(seed_key(train_config.seed), model, optimizer, train_config)
+        key = seed_key(train_config.seed)
+        state = create_state(key, model, optimizer, train_config)
         step = jax.jit(
             functools.partial(
                 train_step,
@@ -73,7 +74,7 @@ def measure(config: TransformerConfig, steps: int) -> dict[str, float]:
             )
         )
         start = time.perf_counter()
-        compiled = step.lower(state, batch).compile()
+        compiled = step.lower(state, batch, key).compile()
         measurements[f"{form}_compile_seconds"] = time.perf_counter() - start
         runs[form] = compiled, state
 
@@ -81,7 +82,7 @@ def measure(config: TransformerConfig, steps: int) -> dict[str, float]:
     for number in range(steps):
         for form, (compiled, state) in list(runs.items()):
             start = time.perf_counter()
-            state, _ = compiled(state, batch)
+            state, _ = compiled(state, batch, jax.random.fold_in(key, number))
             jax.block_until_ready(state)
             seconds[form].append(time.perf_counter() - start)
             runs[form] = compiled, state

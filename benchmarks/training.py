@@ -198,12 +198,13 @@ def make_ours(task: Task) -> Step:
         ),
         donate_argnums=0,
     )
-    state = create_state(seed_key(config.train.seed), model, optimizer, config.train)
+    key = seed_key(config.train.seed)
+    state = create_state(key, model, optimizer, config.train)
 
     def run() -> int:
         nonlocal state, position
         batch, position = stream.read(position)
-        state, metrics = step(state, batch)
+        state, metrics = step(state, batch, jax.random.fold_in(key, state.step))
         return int(metrics["loss"][1])
 
     return run

@@ -51,7 +51,6 @@ def run(tmp_path_factory):
                 step=np.int32(step),
                 params=params,
                 opt_state=optax.sgd(0.1, momentum=0.9).init(params),
-                key=jax.random.key_data(jax.random.key(0)),
             )
             checkpointer.save(step, state, metrics={"loss": loss})
     talker.tokenizers.save(folder / "tokenizer")

@@ -21,7 +21,7 @@ from flaxformer_mt.data.stream.batches import Batch
 from flaxformer_mt.model.linear import Dense
 from flaxformer_mt.model.transformer import OutputFactors, Transformer
 from flaxformer_mt.objectives.losses import token_losses
-from flaxformer_mt.training.devices import create, make_devices, place, seed_key
+from flaxformer_mt.training.devices import create, make_devices, place, seed_key, step_key
 from flaxformer_mt.training.objective import make_objective
 from flaxformer_mt.training.optimizer import make_optimizer, make_schedule
 from flaxformer_mt.training.state import create_state
@@ -139,6 +139,7 @@ class Setup:
 
     @property
     def pure_train_step(self):
+        """(state, batch, key, frozen) -> (state, metrics)."""
         return functools.partial(
             train_step,
             objective=self.objective,
@@ -148,10 +149,15 @@ class Setup:
 
     @functools.cached_property
     def gradients(self):
-        """Compiled for one device."""
+        """(state, batch) -> (gradient, sums), compiled for one device."""
+        options = {"objective": self.objective, "config": self.experiment.train}
         return jax.jit(
-            functools.partial(gradients, objective=self.objective, config=self.experiment.train)
+            lambda state, batch: gradients(state.params, batch, self.key(state), **options)
         )
+
+    def key(self, state):
+        """The key of the next step."""
+        return step_key(state, self.experiment.train.seed)
 
     @property
     def pure_eval_step(self):
@@ -160,7 +166,9 @@ class Setup:
     @functools.cached_property
     def train_step(self):
         """Compiled for the devices; donates the state."""
-        return self.devices.compile_train_step(self.pure_train_step)
+        return self.devices.compile_train_step(
+            self.pure_train_step, seed=self.experiment.train.seed
+        )
 
     @functools.cached_property
     def eval_step(self):

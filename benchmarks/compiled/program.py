@@ -1,9 +1,21 @@
 """Compiled programs as text, parsed: their instructions, loops and collective operations."""
 
+import math
 import re
+from collections import Counter
+from collections.abc import Callable
 from typing import NamedTuple
 
-from flaxformer_mt.training.memory import ARRAY, RING, collective_bytes
+# Bytes that each of n devices sends in an operation on an array of one byte, around a ring.
+RING: dict[str, Callable[[int], float]] = {
+    "all-reduce": lambda n: 2 * (n - 1) / n,
+    "all-gather": lambda n: (n - 1) / n,
+    "reduce-scatter": lambda n: n - 1,  # of its result, which is one shard
+    "all-to-all": lambda n: (n - 1) / n,
+    "collective-permute": lambda n: 1,
+}
+ARRAY = re.compile(r"\b([a-z]+\d*[a-z\d]*)\[([\d,]*)\]")
+"""An array in the type of an instruction: "bf16[8,16]"."""
 
 
 class Instruction(NamedTuple):
@@ -133,6 +145,17 @@ def collectives(program: Program) -> list[Collective]:
     return list(found.values())
 
 
+def sent_bytes(text: str) -> dict[str, float]:
+    """Returns the bytes that a device sends in one run of a compiled program, by kind.
+
+    `text` is optimized HLO, as `Compiled.as_text` of JAX gives it.
+    """
+    sent: Counter[str] = Counter()
+    for each in collectives(parse(text)):
+        sent[each.kind] += each.times * each.sent
+    return dict(sent)
+
+
 def unordered_sums(program: Program) -> list[Instruction]:
     """Returns the operations of a GPU that may add numbers in an order that changes between runs.
 
@@ -175,3 +198,52 @@ def _collective(
         (starts or is_asynchronous) and not waits,
         instruction.source,
     )
+
+
+def collective_bytes(opcode: str, result: str, attributes: str, function: str) -> tuple[str, float]:
+    """Returns the kind of a collective operation, and the bytes that a device sends in it.
+
+    `opcode` is one of `RING`, or the start of an asynchronous one; `function` is the name of the
+    function that it belongs to.
+    """
+    kind = opcode.removesuffix("-start")
+    size: float = array_bytes(result)
+    n = _group_size(attributes)
+    # The start of an asynchronous operation also returns its operand, except for all-reduce.
+    if kind != opcode and kind in ("all-gather", "reduce-scatter"):
+        size = size * (n if kind == "all-gather" else 1) / (n + 1)
+    elif kind != opcode and kind in ("all-to-all", "collective-permute"):
+        size = size / 2
+    # Compilers for TPUs write it as an all-reduce of which each device takes a shard.
+    if kind == "all-reduce" and function.startswith("all-reduce-scatter"):
+        kind, size = "reduce-scatter", size / n
+    return kind, size * RING[kind](n)
+
+
+def array_bytes(types: str) -> int:
+    """Returns the size of all arrays in the type of an instruction, without their padding."""
+    total = 0
+    for name, dims in ARRAY.findall(types):
+        if name not in ("token", "opaque"):
+            bits = re.search(r"\d+", name)  # Of "f32", "bf16", "f8e4m3fn"; "pred" takes a byte.
+            itemsize = int(bits[0]) // 8 if bits else 1
+            total += itemsize * math.prod(map(int, filter(None, dims.split(","))))
+    return total
+
+
+def _group_size(line: str) -> int:
+    listed = re.search(r"replica_groups=\{\{([\d,]+)\}", line)  # {{0,1},{2,3}}
+    if listed:
+        return len(listed[1].split(","))
+    counted = re.search(r"replica_groups=\[\d+,(\d+)\]<=", line)  # [2,2]<=[4]: groups, size
+    if counted:
+        return int(counted[1])
+    # mesh['a'=2,'b'=4] {'a'}: along axes of a mesh, or along a part of one, {'b':(1)2}
+    mesh = re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", line)
+    if mesh:
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh[1]))
+        axes = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", mesh[2])
+        return math.prod(int(part or sizes[axis]) for axis, part in axes)
+    if "source_target_pairs=" in line:
+        return 2
+    raise ValueError(f"unknown notation of device groups: {line.strip()}")

@@ -14,9 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from flaxformer_mt.accelerators import Accelerator
-from flaxformer_mt.training.memory import array_bytes
 
-from .program import Instruction, Program
+from .program import Instruction, Program, array_bytes
 
 Function = dict[str, Instruction]
 

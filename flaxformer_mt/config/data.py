@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Iterator
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from flaxformer_mt.config.fields import (
     MAX_INTEGER,
@@ -114,11 +114,6 @@ class DataConfig(_WithColumns):
     target with one of them are not trained on. 0 = none."""
     filter_held_out: bool = option(True, FieldRole.TEXT)
     """Hold out only pairs that the filters keep, each of them once; otherwise any."""
-    # Files of earlier versions, which do not have it, mean "source".
-    hold_out_rule: Literal["sides", "source"] = option("sides", FieldRole.START)
-    """sides: nothing that is trained on shares a source or a target with a held-out pair; source:
-    the choice of earlier versions, with which their runs are continued: any pair of any corpus, by
-    its source alone."""
     source_language: str = option("en", FieldRole.TEXT)
     """Language to translate from: the file suffix of text, the locale of phrases."""
     target_language: str = option("de", FieldRole.TEXT)
@@ -187,7 +182,7 @@ class DataConfig(_WithColumns):
     character_coverage: float = option(1.0, FieldRole.VOCABULARY, lowest=0.98, highest=1)
     """Share of the corpus' characters that the vocabulary covers."""
     # The vocabulary carries it.
-    normalization: Literal["nfc", "nfkc", "none"] = option("nfc", FieldRole.START, absent="none")
+    normalization: Literal["nfc", "nfkc", "none"] = option("nfc", FieldRole.START)
     """Unicode normalization of all text that a learned vocabulary encodes, in training as in
     translation. nfc: composed characters; nfkc: ligatures and full-width forms as ordinary letters,
     too; none: text as it is. Vocabularies of data.tokenizer_path have their own."""
@@ -212,8 +207,6 @@ class DataConfig(_WithColumns):
     """Row lengths of buckets, for source and target alike, in increasing order; the longest
     replaces data.source_row_length and data.target_row_length. Batches of shorter rows have more
     rows."""
-    order: int = option(2, FieldRole.START, lowest=1, highest=2, absent=1)
-    """Version of the order of the training pairs; runs that earlier versions started have 1."""
     source_row_length: int = option(0, FieldRole.ROWS, lowest=2, limit=MAX_WIDTH, also=0)
     """S: tokens per packed source row; also the longest source sentence, end token included.
     0 = the length that fills source rows as well as target rows."""
@@ -246,7 +239,8 @@ class DataConfig(_WithColumns):
             )
         if not self.bucket_lengths or [*self.bucket_lengths] != sorted({*self.bucket_lengths}):
             yield "{bucket_lengths} must be in increasing order"
-        if _ignores_path(self.corpus, self.train_corpora, self.path):
+        is_generated = self.corpus in GENERATED and not self.train_corpora
+        if is_generated and self.path and not self.path.startswith("tfds:"):
             yield (
                 "{path} has no effect, since {corpus} is generated: set data.corpus=text for a "
                 "file or a folder of text"
@@ -264,10 +258,7 @@ class DataConfig(_WithColumns):
                         "are held out of training corpora"
                     )
         own = [corpus for corpus in self.train_corpora if not corpus.shares_hold_out]
-        if self.hold_out_rule == "source" and any(corpus.hold_out >= 0 for corpus in own):
-            yield "{hold_out_rule} is of all corpora together: leave out their hold_out"
-        is_shared = self.hold_out_rule == "source" or len(own) < len(self.train_corpora)
-        if self.hold_out and own and not is_shared:
+        if self.hold_out and own and len(own) == len(self.train_corpora):
             yield (
                 "{hold_out} has no effect: each of data.train_corpora has a tag, or a hold_out of "
                 "its own: give hold_out to those that the pairs are to be from, and leave this one "
@@ -305,23 +296,3 @@ class DataConfig(_WithColumns):
 def _can_be_whole(text: str) -> bool:
     is_special = text in ("<pad>", "<s>", "</s>", "<unk>") or re.fullmatch("<0x[0-9A-F]{2}>", text)
     return not is_special and text.split() == [text] and not {"\u2581", "\u2585"} & set(text)
-
-
-def _ignores_path(corpus: str, train_corpora: tuple[CorpusConfig, ...], path: str) -> bool:
-    is_generated = corpus in GENERATED and not train_corpora
-    return is_generated and bool(path) and not path.startswith("tfds:")
-
-
-def of_earlier_versions(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns the values of `DataConfig` that a file of an earlier version means.
-
-    It may have some without effect, and its held-out pairs were chosen by their sources.
-    """
-    if values.get("hold_out"):
-        values = {"hold_out_rule": "source", **values}
-    ignored = _ignores_path(
-        values.get("corpus", DataConfig.corpus),
-        values.get("train_corpora", ()),
-        values.get("path", ""),
-    )
-    return {name: value for name, value in values.items() if not (ignored and name == "path")}

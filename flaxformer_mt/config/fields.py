@@ -16,7 +16,7 @@ import operator
 import re
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, TypeVar
 
 from flaxformer_mt.errors import UserError, UserTypeError
@@ -130,8 +130,6 @@ def option(
     below: float | None = None,
     limit: float | None = None,
     also: float | None = None,
-    formerly: Mapping[Any, T] | None = None,
-    absent: T | None = None,
 ) -> T:
     """Declares a field of a configuration dataclass.
 
@@ -145,14 +143,10 @@ def option(
       limit: an upper bound, instead of `highest`, that only catches mistyped numbers; by default
         `MAX_INTEGER` or `MAX_NUMBER`.
       also: a sentinel accepted outside the interval, such as -1.
-      formerly: today's value for each value that files of earlier versions have, if it differs.
-      absent: the value that files of earlier versions, which do not have the field, stand for; None
-        = the default.
     """
     if not roles:
         raise TypeError("a configuration field needs a role")
-    metadata: dict[str, Any] = {"roles": frozenset(roles), "formerly": formerly or {}}
-    metadata |= {} if absent is None else {"absent": absent}
+    metadata: dict[str, Any] = {"roles": frozenset(roles)}
     lower, upper = (above if lowest is None else lowest), (highest if below is None else below)
     if lower is not None:
         default_limit = MAX_NUMBER if isinstance(default, float) else MAX_INTEGER
@@ -183,14 +177,6 @@ def roles_of(field: dataclasses.Field[Any]) -> frozenset[FieldRole]:
 def bounds_of(field: dataclasses.Field[Any]) -> Bounds | None:
     """Returns the bounds of the field's numbers; None if it holds no numbers."""
     return field.metadata.get("bounds")
-
-
-def current_value(field: dataclasses.Field[Any], value: Any) -> Any:
-    """Returns what a value that a file has for the field is called today."""
-    former = field.metadata.get("formerly", {})  # Groups of fields are not declared with `option`.
-    return next(
-        (new for old, new in former.items() if type(old) is type(value) and old == value), value
-    )
 
 
 def names_with(kind: type, *roles: FieldRole) -> frozenset[str]:

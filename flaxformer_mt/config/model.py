@@ -192,7 +192,7 @@ class TransformerConfig(Checked):
     so that nothing is copied into and out of the loop. auto: loops on CPUs, no loops elsewhere. The
     parameters are the same."""
     attention_backend: Literal["auto", "einsum", "pallas_gpu", "pallas_tpu"] = option(
-        "auto", FieldRole.NUMERICS, formerly={"cudnn": "auto"}
+        "auto", FieldRole.NUMERICS
     )
     """How attention is computed in whole passes. einsum: by XLA, with its weights in memory;
     pallas_gpu, pallas_tpu: in one kernel that never writes them (the one for TPUs is interpreted on
@@ -202,9 +202,7 @@ class TransformerConfig(Checked):
     kernel, which draws dropout's random numbers again in the backward pass instead of storing a
     mask; auto: the kernel on NVIDIA GPUs of the Hopper generation if it supports the case, else
     xla."""
-    remat: Literal["none", "projections", "products", "full"] = option(
-        "none", FieldRole.RUNNING, formerly={False: "none", True: "full"}
-    )
+    remat: Literal["none", "projections", "products", "full"] = option("none", FieldRole.RUNNING)
     """Which activations of a layer are computed again in the backward pass instead of stored, with
     the same results. none; projections: the queries, keys and values of self-attention that one
     product computes (attention_backend=pallas_gpu); products: all but the products of matrices and

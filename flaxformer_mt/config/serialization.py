@@ -6,13 +6,11 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flaxformer_mt.config.data import DataConfig, of_earlier_versions
 from flaxformer_mt.config.experiment import ExperimentConfig
 from flaxformer_mt.config.fields import (
     Bounds,
     bounds_of,
     check_value,
-    current_value,
     items_of,
     require,
     shown,
@@ -31,22 +29,19 @@ def to_dict(config: Any) -> dict[str, Any]:
 def from_dict(values: dict[str, Any], kind: type = ExperimentConfig, prefix: str = "") -> Any:
     """Makes a configuration from nested dictionaries; the inverse of `to_dict`.
 
-    Absent fields get the values that `option` declares for them, or else their defaults, and values
-    of earlier versions their current names. `prefix` is that of field names in messages: "model.".
+    Absent fields get their defaults. `prefix` is that of field names in messages: "model.".
     """
     fields = {field.name: field for field in dataclasses.fields(kind)}
     for name in sorted(values.keys() - fields.keys()):
         hint = suggestion(f"{prefix}{name}", [f"{prefix}{field}" for field in fields])
         raise UserError(f"unknown configuration field {prefix}{name}{hint}")
     hints = type_hints(kind)
-    current = {}
-    for name, field in fields.items():
-        if name in values:
-            value, bounds = current_value(field, values[name]), bounds_of(field)
-            current[name] = _from_json_value(value, hints[name], bounds, f"{prefix}{name}")
-        elif "absent" in field.metadata:
-            current[name] = field.metadata["absent"]
-    return kind(**(of_earlier_versions(current) if kind is DataConfig else current))
+    return kind(
+        **{
+            name: _from_json_value(value, hints[name], bounds_of(fields[name]), f"{prefix}{name}")
+            for name, value in values.items()
+        }
+    )
 
 
 def _from_json_value(value: Any, hint: Any, bounds: Bounds | None, name: str) -> Any:

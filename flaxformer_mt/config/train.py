@@ -68,10 +68,7 @@ class TrainConfig(Checked):
     """Steps between validations (loss, accuracy, and BLEU and chrF of beam search)."""
     eval_sentences: int = option(500, FieldRole.RUNNING, lowest=0)
     """Validation sentences translated for BLEU and chrF, of several corpora in proportion to their
-    sizes; 0 = all."""
-    eval_sample: Literal["random", "first"] = option("random", FieldRole.START, absent="first")
-    """Which these are. random: the same random ones at every validation, of every run on the same
-    text; first: the first ones, as in runs of earlier versions."""
+    sizes; the same random ones at every validation, of every run on the same text. 0 = all."""
     teacher_forced_metrics: tuple[TeacherForcedMetric, ...] = option((), FieldRole.RUNNING)
     """Further metrics of validations, of the tokens that are most probable after the reference's
     preceding tokens. seq2seq_acc: share of positions that are right, where batches of 64 sentences

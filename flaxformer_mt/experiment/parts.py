@@ -81,9 +81,11 @@ class Experiment:
 
     def compile_train_step(self) -> CompiledStep:
         """Compiles the training step for the devices and the shapes of the batches."""
-        shapes = len(self.dataset.training.shapes)
         return self.devices.compile_train_step(
-            self.train_step, frozen=self.frozen, max_shapes=shapes
+            self.train_step,
+            seed=self.config.train.seed,
+            frozen=self.frozen,
+            max_shapes=len(self.dataset.training.shapes),
         )
 
     def report(self) -> Iterator[tuple[str, str]]:
@@ -120,7 +122,7 @@ class Experiment:
         has_inputs, has_links = self.config.model.has_inputs, bool(self.config.data.alignments)
         for shape in self.dataset.training.shapes:
             batch = self.devices.abstract_batch(abstract_batch(shape, has_inputs, has_links))
-            cost = step_cost(step, state, batch)
+            cost = step_cost(step.lower(state, batch).compile(), state, batch)
             rows = f"{shape.rows} x {shape.source_length} and {shape.target_length} tokens"
             yield "step", f"one compilation for {rows}: {cost}"
 

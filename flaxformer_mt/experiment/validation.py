@@ -73,7 +73,7 @@ class Validation:
             return metrics, []
         train = self._config.train
         texts, watched = self._dataset.valid.texts, train.watch
-        chosen = texts.sample(train.eval_sentences or len(texts), train.eval_sample)
+        chosen = texts.sample(train.eval_sentences or len(texts))
         sources, references = (
             [side[index] for index in chosen] for side in (texts.sources, texts.targets)
         )
@@ -83,7 +83,7 @@ class Validation:
         hypotheses = self.translate(params, [*sentences, *watched])
         own = hypotheses[: len(sources)]
         quality = self.quality(own, references)
-        which = "" if len(own) == len(texts) else f"{train.eval_sample} {len(own):,} of "
+        which = "" if len(own) == len(texts) else f"random {len(own):,} of "
         quality["translated"] = f"{which or 'all '}{len(texts):,} sentences"
         samples = [
             *some_of([Sample(*each) for each in zip(sources, own, references, strict=True)]),

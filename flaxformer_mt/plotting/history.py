@@ -8,7 +8,6 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from flaxformer_mt.config.fields import shown
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs import step_folders
 from flaxformer_mt.runs.folder import read_config, require_run
@@ -67,19 +66,10 @@ class History:
         return rows[-1] if rows else {}
 
     def positions(self, steps: np.ndarray, axis: Axis) -> np.ndarray:
-        """Returns where steps are on an axis, float64 [N]; between lines, interpolated.
-
-        Raises:
-          UserError: an earlier version wrote the metrics, without the number of tokens.
-        """
+        """Returns where steps are on an axis, float64 [N]; between lines, interpolated."""
         if axis == "steps":
             return steps
         rows = self.of("train")
-        if not all(_TOKENS in row for row in rows):
-            raise UserError(
-                f"{self.folder / METRICS} has no {_TOKENS}: an earlier version wrote it, so that "
-                "the curves can be plotted over steps only"
-            )
         lengths = [row[_TOKENS] for row in rows]
         if axis == "hours":
             lengths = [row[_TOKENS] / row[_SPEED] / 3600 if row[_SPEED] else 0 for row in rows]
@@ -101,9 +91,6 @@ def read_history(folder: str | Path) -> History:
             f"{folder} has no metrics to plot: nothing was trained there yet, or it is the average "
             "or the conversion of another model"
         )
-    for row in rows:  # Lines of earlier versions have no checksum.
-        if type(row["step"]) is not int:
-            raise UserError(f"{folder / METRICS} is damaged: a step is {shown(row['step'])}")
     checkpoints = step_folders.folder_of(folder)
     validated = {row["step"] for row in rows if row["split"] == "valid"}
     best = step_folders.choose(checkpoints, "best") if step_folders.steps_in(checkpoints) else None

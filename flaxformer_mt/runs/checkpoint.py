@@ -108,7 +108,7 @@ class Checkpoints:
             problem = f"{self._folder} cannot be written to:"
             with _explained(problem):
                 atomic.make_folder(self._folder)
-                step_folders.remove_leftovers(self._folder)
+                atomic.remove_leftovers(self._folder)
                 with atomic.workspace(self._folder):
                     pass  # Fails now rather than at the first save.
             self._scores, damaged = step_folders.verified(
@@ -272,7 +272,7 @@ class Checkpoints:
                 self._workspaces.close()
                 data_file.mark_trained(self.run_folder)
                 self._scores[step] = step_folders.ranking_score(
-                    self._best_metric, record["figures"]
+                    self._best_metric, record["metrics"]
                 )
             else:
                 step_folders.leave_hashes(partial)

@@ -2,8 +2,7 @@
 
 `<step>` holds a complete checkpoint; the folder may be a link to another disk. `<step>.damaged` was
 set aside. A reader holds a shared lock on the folder that it reads, and what is held is not
-removed. Only complete checkpoints are removed, and what this program or an earlier version of it
-left unfinished.
+removed. Only complete checkpoints are removed, and what this program left unfinished.
 """
 
 import contextlib
@@ -28,15 +27,6 @@ _OWN_FILES = "**/ocdbt.process_{}/**/*"
 """The files that a process writes to a checkpoint of Orbax, by its number."""
 _LOWER_IS_BETTER = {"loss", "cross_entropy", "perplexity"}
 _DAMAGED = ".damaged"
-# Orbax adds the metadata, and suffixes to names that are not complete.
-_CONTENT = {
-    layout.PARAMS,
-    layout.EMA,
-    layout.TRAINING,
-    layout.PROGRESS,
-    layout.MANIFEST,
-    "_CHECKPOINT_METADATA",
-}
 
 
 def folder_of(run_folder: str | Path) -> Path:
@@ -120,16 +110,6 @@ def set_aside(folder: Path, step: int) -> Path:
     return atomic.rename(folder / str(step), aside)
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Removes what processes left unfinished when they were killed, also of earlier versions."""
-    atomic.remove_leftovers(folder)
-    for path in folder.glob("*.partial*"):
-        is_folder = path.name.split(".")[0].isdecimal() and path.is_dir() and not path.is_symlink()
-        names = set(os.listdir(path)) if is_folder else set()
-        if names and all(name.split(".orbax-checkpoint-tmp")[0] in _CONTENT for name in names):
-            atomic.delete(path)
-
-
 def choose(folder: Path, checkpoint: CheckpointSelector) -> int:
     """Returns the selected step; `UserError` if there is none, or a damaged one may be the best."""
     steps = _recovered_steps_in(folder)
@@ -188,13 +168,12 @@ def verified(
     if not records:
         return {}, causes
     metric = metric or records[max(records)]["best_metric"]
-    return {step: ranking_score(metric, own["figures"]) for step, own in records.items()}, causes
+    return {step: ranking_score(metric, own["metrics"]) for step, own in records.items()}, causes
 
 
 def check_run(record: Mapping[str, Any], path: Path, run_id: str | None) -> None:
     """Raises `UserError` unless a checkpoint is of the run in whose folder it is."""
-    # Earlier versions do not record the run.
-    if record.get("run", run_id) != run_id:
+    if record["run"] != run_id:
         data = path.parent.parent / layout.DATA
         if run_id is None:
             raise UserError(f"{data} of the run that wrote {path} is missing: restore it")
@@ -253,9 +232,7 @@ def make_record(
     """Returns the content of `progress.json`, for the metrics of a validation if there was one."""
     value = metrics.get(best_metric, math.nan)
     metrics = {best_metric: value} if math.isfinite(value) else {}
-    # The keys are those of earlier versions.
-    record = {"best_metric": best_metric, "figures": metrics, "progress": progress}
-    return record if run_id is None else {**record, "run": run_id}
+    return {"best_metric": best_metric, "metrics": metrics, "progress": progress, "run": run_id}
 
 
 def read_record(path: Path) -> dict[str, Any]:

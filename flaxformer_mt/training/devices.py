@@ -343,16 +343,21 @@ class RunDevices:
         )
 
     def compile_train_step(
-        self, update: Callable, *, frozen: Any = None, max_shapes: int = 1
+        self, update: Callable, *, seed: int, frozen: Any = None, max_shapes: int = 1
     ) -> CompiledStep:
         """Compiles update(state, batch, key, frozen) -> (state, metrics); donates the state."""
         if not self.by_pmap:
             return compile_step(
-                update, self.mesh, frozen=frozen, rules=self.rules, max_shapes=max_shapes
+                update,
+                self.mesh,
+                seed=seed,
+                frozen=frozen,
+                rules=self.rules,
+                max_shapes=max_shapes,
             )
 
         def step(state: Any, batch: Any) -> Any:
-            return update(state, batch, step_key(state, 0), frozen)
+            return update(state, batch, step_key(state, seed), frozen)
 
         return CompiledStep(step, functools.partial(self._pmap, donate_argnums=0), max_shapes)
 

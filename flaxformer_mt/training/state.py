@@ -21,8 +21,6 @@ class TrainState:
     params: Params
     opt_state: optax.OptState
     """Optimizer state of the trained parameters; frozen ones have none."""
-    key: Array
-    """Raw data of the dropout key, uint32; constant: each step folds its number in."""
     ema: Params | None = None
     """Exponential moving average of `params`, if enabled."""
     skipped: Array = flax.struct.field(default_factory=lambda: jnp.zeros((), jnp.int32))
@@ -45,14 +43,12 @@ def create_state(
 
     @jax.jit
     def create(key: Array) -> TrainState:
-        params_key, dropout_key = jax.random.split(key)
-        params = init(model, params_key)
+        params = init(model, key)
         trained, _ = split(params, config.freeze)
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
             opt_state=optimizer.init(trained),
-            key=jax.random.key_data(dropout_key),
             ema=params if config.ema_decay else None,
         )
 

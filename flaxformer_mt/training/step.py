@@ -30,7 +30,7 @@ from flaxformer_mt.training.state import TrainState
 def train_step(
     state: TrainState,
     batch: Batch,
-    key: Array | None = None,
+    key: Array,
     frozen: Any = None,
     *,
     objective: Objective,
@@ -46,7 +46,7 @@ def train_step(
     Args:
       state: before the update.
       batch: B rows, a multiple of `config.accumulation_steps`; under pmap this device's rows.
-      key: not used: a run's own key is part of its state, as in checkpoints of earlier versions.
+      key: of the dropout of this step.
       frozen: the last argument of the objective.
       objective: what is minimized.
       optimizer: from `make_optimizer`.
@@ -68,8 +68,7 @@ def train_step(
       In a skipped step the others have the weight 0, except for the padding fraction: their means
       are those of the other steps.
     """
-    del key
-    gradient, sums = gradients(state, batch, frozen, objective=objective, config=config)
+    gradient, sums = gradients(state.params, batch, key, frozen, objective=objective, config=config)
     norm = optax.tree.norm(gradient)
     one = jnp.ones_like(norm)
     metrics = {**_reported(sums, config), "gradient_norm": (norm, one)}
@@ -115,8 +114,9 @@ def train_step(
 
 
 def gradients(
-    state: TrainState,
+    params: Params,
     batch: Batch,
+    key: Array,
     frozen: Any = None,
     *,
     objective: Objective,
@@ -128,18 +128,17 @@ def gradients(
       The gradient with respect to the trained parameters of the mean of the objective over its
       weights in the batch (per target token, for cross-entropy), and the sums of the same pass.
     """
-    step_key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-    trained, fixed = split(state.params, config.freeze)
+    trained, fixed = split(params, config.freeze)
 
     def gradient_sum(rows: Batch, part: Array) -> tuple[Params, Sums]:
-        key = device_key(jax.random.fold_in(step_key, part))
+        part_key = device_key(jax.random.fold_in(key, part))
         if config.dropout_generator == "rbg":
             # Its keys have the words of two of Threefry's.
-            words = jax.random.key_data(jax.random.split(key))
-            key = jax.random.wrap_key_data(words.reshape(-1), impl="rbg")
+            words = jax.random.key_data(jax.random.split(part_key))
+            part_key = jax.random.wrap_key_data(words.reshape(-1), impl="rbg")
 
         def loss(trained: Params) -> tuple[Array, Sums]:
-            sums = objective(merge(trained, fixed), rows, key, frozen)
+            sums = objective(merge(trained, fixed), rows, part_key, frozen)
             metrics = {**sums.metrics, "padding_fraction": _padding(rows)}
             return sums.loss, dataclasses.replace(sums, metrics=metrics)
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from flaxformer_mt.config import CorpusConfig, DataConfig, ExperimentConfig, from_dict, to_dict
+from flaxformer_mt.config import CorpusConfig, DataConfig, ExperimentConfig
 from flaxformer_mt.data.corpora import hold_out
 from flaxformer_mt.data.corpora.comparison import comparable as all_comparable
 from flaxformer_mt.data.corpora.filters import PairFilter
@@ -101,10 +101,6 @@ def test_synthetic_text_is_not_held_out(tmp_path):
     [
         ({"hold_out": 5, "train_corpora": (CorpusConfig(tag="<x>"),)}, "has a tag"),
         ({"valid_corpora": (CorpusConfig(hold_out=5),)}, r"valid_corpora\.0\.hold_out=5 has no"),
-        (
-            {"train_corpora": (CorpusConfig(hold_out=5),), "hold_out_rule": "source"},
-            "leave out their hold_out",
-        ),
     ],
 )
 def test_numbers_without_effect(options, message):
@@ -269,13 +265,12 @@ def test_hold_out_is_of_any_corpus_and_not_too_much(tmp_path):
     data = DataConfig(corpus="reverse", generated_pairs=200, hold_out=20)
     corpora = open_all(ExperimentConfig(data=data))
     assert all(len([*corpora[role][0].pairs()]) == 20 for role in ROLES)
-    for rule in ("sides", "source"):
-        message = r"data\.hold_out=51 of .*own\.tsv are too many pairs: at most 50"
-        with pytest.raises(UserError, match=message):
-            divide(tmp_path, numbered(200), 51, hold_out_rule=rule)[0]
-        message = r"own\.tsv has fewer than 4 pairs that can be held out: give more text, or a dev"
-        with pytest.raises(UserError, match=message):
-            divide(tmp_path, numbered(1), 1, hold_out_rule=rule)[0]
+    message = r"data\.hold_out=51 of .*own\.tsv are too many pairs: at most 50"
+    with pytest.raises(UserError, match=message):
+        divide(tmp_path, numbered(200), 51)[0]
+    message = r"own\.tsv has fewer than 4 pairs that can be held out: give more text, or a dev"
+    with pytest.raises(UserError, match=message):
+        divide(tmp_path, numbered(1), 1)[0]
     message = r"give more text, loosen the filters \(data\.max_length_ratio=0\.1\), or a dev"
     with pytest.raises(UserError, match=message):
         divide(tmp_path, numbered(100), 1, max_length_ratio=0.1)[0]
@@ -287,21 +282,6 @@ def test_a_language_model_has_no_sources(tmp_path):
     model = dataclasses.replace(ExperimentConfig().model, has_inputs=False)
     corpora = open_all(ExperimentConfig(data=data, model=model))
     assert [len([*corpora[role][0].pairs()]) for role in corpora] == [360, 20, 20]
-
-
-def test_runs_of_earlier_versions_keep_their_held_out_pairs(tmp_path):
-    parts, corpora = divide(tmp_path, numbered(1000), hold_out_rule="source")
-    fingerprints = [corpora[role][0].fingerprint[:8] for role in corpora]
-    assert fingerprints == ["93d99ea2", "bef3c271", "1843117e"]
-    assert {role: len(part) for role, part in parts.items()} == {
-        "train": 960, "valid": 24, "test": 16,
-    }  # fmt: skip
-    values = to_dict(ExperimentConfig(data=DataConfig(hold_out=5)))
-    assert from_dict(values).data.hold_out_rule == "sides"
-    del values["data"]["hold_out_rule"]
-    assert from_dict(values).data.hold_out_rule == "source"
-    del values["data"]["hold_out"]
-    assert from_dict(values).data.hold_out_rule == "sides"
 
 
 SPELLINGS = (

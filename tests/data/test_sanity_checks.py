@@ -245,5 +245,5 @@ def test_pairs_that_were_held_out_are_not_looked_for_again(caplog):
     )
     warn([held_out], [held_out], DataConfig())
     assert not caplog.messages
-    warn([held_out], [held_out], DataConfig(hold_out_rule="source"))
+    warn([held_out], [held_out], DataConfig(near_duplicates=0.9))
     assert len(caplog.messages) == 1

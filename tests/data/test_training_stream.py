@@ -1,5 +1,4 @@
 import dataclasses
-import hashlib
 import json
 from collections import Counter
 
@@ -16,8 +15,6 @@ from flaxformer_mt.config import (
     ExperimentConfig,
     TrainConfig,
     TransformerConfig,
-    from_dict,
-    to_dict,
 )
 from flaxformer_mt.data.stream import mixture, packing
 from flaxformer_mt.data.stream.batches import BatchShape, DataPosition, Shard
@@ -447,48 +444,6 @@ def test_a_position_in_other_data_is_refused():
     stream = TrainingStream([random_pairs(40)], config(rows=4))
     with pytest.raises(UserError, match=r"begin with DataPosition\(epoch=2\)"):
         stream.read(DataPosition(epoch=1, streams=((1, 0, 0), (1, 0, 0))))
-
-
-def test_a_position_of_earlier_versions_needs_their_order(many_streams):
-    corpus = random_pairs(40)
-    with pytest.raises(UserError, match=r"data\.order=1: set that"):
-        TrainingStream([corpus], config()).read(DataPosition(block=1, row=3))
-    TrainingStream([corpus], config(order=1)).read(DataPosition(block=1, row=3))
-
-
-def test_configurations_of_earlier_versions_have_the_first_order():
-    values = to_dict(ExperimentConfig())
-    assert values["data"].pop("order") == 2
-    assert from_dict(values).data.order == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, "687aca558730b134"),
-        ({"batching": "buckets", "bucket_lengths": (4, 12)}, "60cf27296aa6cb6f"),
-        ({"subword_sampling": 0.1}, "5abf802e6cf08454"),
-        (
-            {"long_sentences": "truncate", "source_row_length": 7, "target_row_length": 6},
-            "a30af1186f25d56a",
-        ),
-        (
-            {"batching": "buckets", "bucket_lengths": (4, 12), "subword_sampling": 0.1},
-            "5891225070663865",
-        ),
-    ],
-)
-def test_the_first_order_is_that_of_earlier_versions(options, expected):
-    """The hashes are those of the version before `data.order`."""
-    texts = Sentences.from_texts([str(500 + i) for i in range(13)])
-    corpora = [
-        sampled_corpus(70),
-        dataclasses.replace(random_pairs(13, seed=1, first=500, weight=2.0), texts=texts),
-    ]
-    setting = config(mixture_temperature=2.0, order=1, **options)
-    batches = read_batches(TrainingStream(corpora, setting, RepeatingSampler()), 60)
-    found = hashlib.sha256(b"".join(leaf.tobytes() for leaf in jax.tree.leaves(batches)))
-    assert found.hexdigest()[:16] == expected
 
 
 # The length of source rows.

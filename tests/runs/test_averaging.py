@@ -24,7 +24,6 @@ def make_state(step, with_ema=False):
         step=jnp.int32(step),
         params=params,
         opt_state=(),
-        key=jnp.zeros(2, jnp.uint32),
         ema=jax.tree.map(lambda leaf: leaf + 1, params) if with_ema else None,
     )
 

@@ -24,7 +24,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from flaxformer_mt import input_files
 from flaxformer_mt.config import OptimizerConfig
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.runs import manifest, step_folders
+from flaxformer_mt.runs import atomic, manifest, step_folders
 from flaxformer_mt.runs.checkpoint import (
     Checkpoints,
     restore_params,
@@ -50,7 +50,6 @@ def make_state(step=0, num_devices=1, size=8, with_ema=False):
         step=jnp.int32(step),
         params=params,
         opt_state=optimizer.init(params),
-        key=jax.random.key_data(jax.random.key(step)),
         ema=jax.tree.map(lambda leaf: leaf / 2, params) if with_ema else None,
     )
     return jax.device_put(state, NamedSharding(mesh, PartitionSpec()))
@@ -240,8 +239,9 @@ def test_a_step_without_checkpoint(tmp_path):
 def test_a_checkpoint_that_was_not_finished_is_ignored(tmp_path):
     """What a process leaves behind that is killed while it saves or removes."""
     save(tmp_path, 1)
-    for name in ("2.partial", "3.partial.orbax-checkpoint-tmp", "0.partial"):
-        (tmp_path / "checkpoints" / name / "params").mkdir(parents=True)
+    with atomic.workspace(tmp_path / "checkpoints") as folder:
+        (folder / "2.orbax-checkpoint-tmp" / "params").mkdir(parents=True)
+        shutil.copytree(folder, folder.with_name(f".flaxformer_mt-of-another{folder.suffix}"))
     assert restore_params(tmp_path, "last")[0] == 1
     with Checkpoints(tmp_path, announce=pytest.fail) as checkpointer:
         assert entries(tmp_path) == ["1"]
@@ -493,7 +493,7 @@ SAVE_UNTIL_IT_FAILS = """
         with Checkpoints(sys.argv[1], keep_last=100) as checkpointer:
             for step in range(1, 20):
                 state = TrainState(
-                    step=jnp.int32(step), params=params, opt_state=(), key=jnp.zeros(2, jnp.uint32)
+                    step=jnp.int32(step), params=params, opt_state=()
                 )
                 checkpointer.save(step, state)
                 checkpointer.wait()

@@ -25,7 +25,7 @@ from flaxformer_mt.training.state import TrainState
 
 def make_state(step):
     params = {"kernel": jax.random.normal(jax.random.key(step), (4, 3))}
-    return TrainState(jnp.int32(step), params, (), jnp.zeros(2, jnp.uint32), None)
+    return TrainState(jnp.int32(step), params, ())
 
 
 def save(folder, *steps, keep_last=10):

@@ -134,8 +134,7 @@ def test_r_drop_is_the_formula_of_the_paper(setup, num_devices):
     """Equation 4 of Liang et al. 2021, written out with the same draws of dropout."""
     tiny = setup.of(num_devices=num_devices, bigram=True, model={"dropout_rate": 0.5}, r_drop=5.0)
     state, batch = tiny.state(), tiny.batch(0)
-    key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-    key = jax.random.fold_in(key, 0)
+    key = jax.random.fold_in(tiny.key(state), 0)
     weights, tokens = batch.decoder_loss_weights, batch.decoder_loss_weights.sum()
 
     @jax.jit

@@ -8,68 +8,29 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.compiled.program import sent_bytes
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.data.stream.batches import BatchShape
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.training.devices import abstract
-from flaxformer_mt.training.memory import abstract_batch, sent_bytes, step_cost
+from flaxformer_mt.training.memory import abstract_batch, step_cost
 from flaxformer_mt.training.sharding import leaves_by_path
 
-PROGRAM = """\
-HloModule jit_step, num_partitions=8
-
-%add (a: f32[], b: f32[]) -> f32[] {
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %sum = f32[] add(%a, %b)
-}
-
-%body (p: (s32[], f32[16])) -> (s32[], f32[16]) {
-  %p = (s32[], f32[16]) parameter(0)
-  %g = f32[4,8]{1,0} all-gather(%x), replica_groups=[4,2]<=[8], dimensions={0}
-  ROOT %r = (f32[16]{0}, bf16[8]{0}) all-reduce(%y, %z), replica_groups={{0,1,2,3},{4,5,6,7}}, \
-to_apply=%add
-}
-
-%condition (p: (s32[], f32[16])) -> pred[] {
-  ROOT %less = pred[] constant(true)
-}
-
-ENTRY %main (x: f32[16]) -> f32[16] {
-  %x = f32[16] parameter(0)
-  %w = (s32[], f32[16]) while(%x), condition=%condition, body=%body, \
-backend_config={"known_trip_count":{"n":"6"}}
-  %s = f32[2]{0} reduce-scatter(%x), replica_groups=mesh['a'=2,'b'=4] {'b'}, to_apply=%add
-  %t = (f32[4]{0}, f32[4]{0}) all-to-all(%x, %x), replica_groups=mesh['a'=2,'b'=4] {'b':(2)2}
-  ROOT %c = pred[5]{0} collective-permute(%x), source_target_pairs={{0,1},{1,0}}
-}
-"""
+SHAPE = BatchShape(32, 8, 8)
 
 
-def test_sent_bytes_of_a_program():
-    assert sent_bytes(PROGRAM) == {
-        "all-gather": 6 * 4 * 8 * 4 // 2,  # half of the result comes from the other device
-        "all-reduce": 6 * 2 * (16 * 4 + 8 * 2) * 3 // 4,
-        "all-to-all": 2 * 4 * 4 // 2,
-        "collective-permute": 5,
-        "reduce-scatter": 2 * 4 * 3,
-    }
-
-
-def test_groups_that_cannot_be_read_are_an_error():
-    with pytest.raises(ValueError, match="unknown notation of device groups"):
-        sent_bytes(PROGRAM.replace("[4,2]<=[8]", "something"))
-
-
-def cost(setup, *arguments, **options):
-    return cost_of(setup.of(*arguments, **options), BatchShape(32, 8, 8))
-
-
-def cost_of(tiny, shape):
-    step = tiny.devices.compile_train_step(tiny.pure_train_step)
+def compiled(tiny, shape=SHAPE):
+    """A training step and its abstract arguments."""
+    step = tiny.devices.compile_train_step(tiny.pure_train_step, seed=0)
     state = abstract(tiny.state_shapes, tiny.devices.mesh, tiny.devices.rules)
     batch = tiny.devices.abstract_batch(abstract_batch(shape))
-    return step_cost(step, state, batch, optimize=False)
+    # Unoptimized programs have the same memory and collectives.
+    options = {"xla_backend_optimization_level": 0}
+    return step.lower(state, batch).compile(options), state, batch
+
+
+def sent(tiny, shape=SHAPE):
+    return sent_bytes(compiled(tiny, shape)[0].as_text())
 
 
 def nbytes(tree):
@@ -81,7 +42,8 @@ def nbytes(tree):
 def test_data_parallelism_adds_up_the_gradients(setup, strategy):
     tiny = setup.of(strategy, 8)
     state = tiny.state()
-    eight = cost(setup, strategy, 8)
+    program = compiled(tiny)
+    eight = step_cost(*program)
     assert eight.parameters == nbytes(state.params)
     assert eight.optimizer_state == nbytes(state.opt_state)
     assert eight.batch == nbytes(tiny.batch(0)) // 8
@@ -93,7 +55,8 @@ def test_data_parallelism_adds_up_the_gradients(setup, strategy):
     no_gradient = [leaf for path, leaf in leaves_by_path(state.params) if path.endswith("key/bias")]
     gradient = nbytes(state.params) - nbytes(no_gradient)
     metrics = 10 * 4
-    assert gradient <= eight.total_sent / 2 * 8 / 7 <= gradient + 2 * nbytes(tables) + metrics
+    sent = sum(sent_bytes(program[0].as_text()).values())
+    assert gradient <= sent / 2 * 8 / 7 <= gradient + 2 * nbytes(tables) + metrics
 
 
 @pytest.mark.slow
@@ -104,33 +67,34 @@ def test_a_loss_in_parts_adds_up_its_gradient_once(setup):
         model={"source_vocab_size": 40_000, "target_vocab_size": 40_000, "num_encoder_layers": 1},
     )
     few, many = (
-        cost_of(tiny, BatchShape(32, 8, columns))
+        sum(sent(tiny, BatchShape(32, 8, columns)).values())
         for columns in (16, 128)  # of 4 rows and 40,000 logits: one part, and five or more
     )
-    assert many.total_sent < 1.01 * few.total_sent
+    assert many < 1.01 * few
 
 
 @pytest.mark.slow
 def test_cutting_parameters_costs_communication_and_saves_memory(setup):
-    data, fsdp = cost(setup, "mesh", 8), cost(setup, "mesh", 8, parallel={"fsdp": 8})
+    programs = [compiled(setup.of("mesh", 8, parallel={"fsdp": fsdp})) for fsdp in (1, 8)]
+    data, fsdp = (step_cost(*program) for program in programs)
     assert fsdp.parameters < data.parameters / 3
     assert fsdp.optimizer_state < data.optimizer_state / 3
-    assert fsdp.sent["all-gather"] > 0
+    assert sent_bytes(programs[1][0].as_text())["all-gather"] > 0
 
 
 @pytest.mark.slow
 def test_fsdp_sends_matrices_and_not_the_vectors_of_all_rows(setup):
     """With more rows, only the vectors of the embeddings are more, which are looked up in parts."""
     few, many = (
-        cost_of(tiny, BatchShape(rows, 8, 8))
+        sent(tiny, BatchShape(rows, 8, 8))
         for tiny in [setup.of(num_devices=8, parallel={"fsdp": 8})]
         for rows in (32, 128)
     )
-    assert many.sent["all-reduce"] == few.sent["all-reduce"]
+    assert many["all-reduce"] == few["all-reduce"]
     tokens_of_all = 2 * 128 * 8 * 4  # the token ids of both sides
-    assert many.sent["all-gather"] - few.sent["all-gather"] <= tokens_of_all
+    assert many["all-gather"] - few["all-gather"] <= tokens_of_all
     vectors = (128 // 8) * 8 * 8 * 4  # [B, T, D] of one device
-    assert 0 < many.sent["all-to-all"] <= 8 * vectors
+    assert 0 < many["all-to-all"] <= 8 * vectors
 
 
 CONFIG = TransformerConfig(

@@ -33,27 +33,3 @@ def test_progress_comes_back_from_json_to_the_bit():
     progress.add_shapes(["[2, 16]", "[1, 32]"])
     assert progress.batch_shapes == ("[4, 8]", "[2, 16]", "[1, 32]")
     assert Progress.from_json(json.loads(json.dumps(progress.to_json()))) == progress
-
-
-def test_progress_files_keep_their_keys():
-    """Runs that were started with earlier versions are continued."""
-    interval = Interval({"loss": (1.0, 2.0), "target_tokens": (2.0, 1.0)}, 3.0, 4.0)
-    progress = Progress(DataPosition(1, 2, 3), interval, 4, BestSoFar(-5.0, 6), BestSoFar())
-    assert json.loads(json.dumps(progress.to_json())) == {
-        "position": {"epoch": 1, "block": 2, "row": 3, "step": 0},
-        "interval": {
-            "figures": {"loss": [1.0, 2.0], "target_tokens": [2.0, 1.0]},
-            "seconds": 3.0,
-            "seconds_waited": 4.0,
-        },
-        "skipped": 4,
-        "best": {"merit": -5.0, "validations_since": 6},
-        "stopping": {"merit": None, "validations_since": 0},
-        "batch_shapes": [],
-        "skipped_in_a_row": [],
-        "validation_is_due": False,
-    }
-    newer = {"batch_shapes", "skipped_in_a_row", "validation_is_due"}
-    earlier = {name: value for name, value in progress.to_json().items() if name not in newer}
-    del earlier["position"]["step"], earlier["interval"]["figures"]["target_tokens"]
-    assert Progress.from_json(earlier) == progress

@@ -142,10 +142,10 @@ class ParallelCorpus(Corpus):
         """See `Corpus.pairs`."""
         return zip(self.sources, self.targets, strict=True)
 
-    def sample(self, wanted: int, choice: Literal["random", "first"]) -> list[int]:
-        """Returns `wanted` indices in ascending order, of each part in proportion to its size.
+    def sample(self, wanted: int) -> list[int]:
+        """Returns `wanted` random indices, of each part in proportion to its size.
 
-        They are the first ones of each part, or random ones, which depend on the sizes alone.
+        They are in ascending order, and depend on the sizes alone.
         """
         generator = random.Random(0)
         sizes = [size for _, size in self.parts] or [len(self)]
@@ -155,10 +155,7 @@ class ParallelCorpus(Corpus):
         rounded = [wanted * end // max(len(self), 1) for end in ends]
         chosen: list[int] = []
         for end, size, last, before in zip(ends, sizes, rounded, [0, *rounded], strict=False):
-            indices, count = range(end - size, end), last - before
-            chosen += (
-                sorted(generator.sample(indices, count)) if choice == "random" else indices[:count]
-            )
+            chosen += sorted(generator.sample(range(end - size, end), last - before))
         return chosen
 
 

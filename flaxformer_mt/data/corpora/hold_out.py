@@ -4,8 +4,6 @@ A hash of the source decides, independently of the position in the file: the low
 validated on, and the highest are the test. Pairs that share their source or their target with a
 held-out pair are left out of the training, whichever corpus they are in. Texts are equal if they
 are so as `comparison.comparable` returns them.
-
-The runs of earlier versions keep the rule that they were started with, `_by_source`.
 """
 
 import array
@@ -15,7 +13,6 @@ import hashlib
 import itertools
 import json
 import logging
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -54,8 +51,7 @@ def hold_out(
     """Returns the part of each training corpus for "train" and for each of `held_out_roles`.
 
     Corpora that no pairs are held out of have a part for "train" only. Their text is read when the
-    text of a part is asked for, unless the cache folder has its division, or a fingerprint by the
-    rule of earlier versions.
+    text of a part is asked for, unless the cache folder has its division.
     """
     division = Division(corpora, config, has_inputs, cache_folder)
     everything: tuple[Role, ...] = ("train", *division.roles)
@@ -89,8 +85,6 @@ class Division:
     def quotas(self) -> list[tuple[list[int], int, str]]:
         """Indices of corpora, the number of pairs to hold out of them per role, and its option."""
         config = self.config
-        if config.hold_out_rule == "source":
-            return [(list(range(len(self.corpora))), config.hold_out, "data.hold_out")]
         common: list[int] = []
         quotas = [(common, config.hold_out, "data.hold_out")]
         for number, corpus in enumerate(config.train_corpora or (CorpusConfig(),)):
@@ -111,7 +105,7 @@ class Division:
     @functools.cached_property
     def divided(self) -> "_Divided":
         """The place of each row, and the pairs that are held out."""
-        if self.cache_folder is None or self.config.hold_out_rule == "source":
+        if self.cache_folder is None:
             return self._divide()
         return made_once(
             self.cache_folder / "division",
@@ -147,9 +141,6 @@ class Division:
 
     def digest(self, number: int, role: Role) -> bytes:
         """Returns the SHA-256 of all that determines the part of a corpus for a role."""
-        if self.config.hold_out_rule == "source":
-            rule = f"{role} of {self.roles}, 1 in {2**self._bits}\n"
-            return hashlib.sha256(rule.encode() + self.corpora[number].digest()).digest()
         return hashlib.sha256(f"{role} of {number}\n".encode() + self._digest).digest()
 
     @functools.cached_property
@@ -174,8 +165,6 @@ class Division:
     @functools.cached_property
     def _places(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """The place of each pair, and its hash: int8 and uint64 [pairs], per corpus."""
-        if self.config.hold_out_rule == "source":
-            return [(self._by_source(hashes), hashes) for hashes in self._source_hashes]
         lines = [self._read(number) for number in range(len(self.corpora))]
         places = self._by_sides(lines)
         ends = np.cumsum([len(part) for part in lines])[:-1]
@@ -290,34 +279,6 @@ class Division:
             raise UserError(message)
         _log.warning(message)
 
-    # The rule of earlier versions.
-
-    @functools.cached_property
-    def _bits(self) -> int:
-        """One of 2**bits sources is held out per role."""
-        total, wanted = sum(map(len, self._source_hashes)), self.config.hold_out
-        if total < _FEWEST * wanted:
-            numbers = range(len(self.corpora))
-            raise UserError(self._too_many("data.hold_out", wanted, total // _FEWEST, numbers))
-        return round(math.log2(total / wanted))
-
-    @functools.cached_property
-    def _source_hashes(self) -> list[np.ndarray]:
-        return [
-            # A language model has no sources.
-            np.fromiter(
-                (_source_hash(source or target) for source, target in corpus.untagged()), np.uint64
-            )
-            for corpus in self.corpora
-        ]
-
-    def _by_source(self, hashes: np.ndarray) -> np.ndarray:
-        top = hashes >> np.uint64(64 - self._bits)
-        places = np.zeros(len(hashes), np.int8)
-        for place, role in self._numbered:
-            places[top == np.uint64(0 if role == "valid" else 2**self._bits - 1)] = place
-        return places
-
 
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 """A factor that makes the hash of a pair depend on which side a text is on."""
@@ -381,11 +342,6 @@ def _to_json(pair: SentencePair) -> tuple[str, str, str, int]:
 def _from_json(source: str, target: str, path: str, number: int) -> SentencePair:
     texts = source, target
     return placed(texts, Path(path) if path else None, number) if number else texts
-
-
-def _source_hash(source: str) -> int:
-    text = " ".join(source.casefold().split())
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
 
 
 def _hashes(lines: np.ndarray) -> np.ndarray:

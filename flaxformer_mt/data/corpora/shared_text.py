@@ -45,7 +45,7 @@ class HeldOutText:
     @classmethod
     def of(cls, corpora: Sequence[Corpus], config: DataConfig) -> "HeldOutText":
         """Returns the text of the corpora that can share anything with training text."""
-        if config.hold_out_rule == "sides" and not config.near_duplicates:
+        if not config.near_duplicates:
             # Those that are held out share nothing with what they were held out of.
             corpora = [corpus for corpus in corpora if not corpus.may_be_empty]
         return cls(corpora, config.near_duplicates)

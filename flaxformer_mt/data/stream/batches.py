@@ -93,7 +93,7 @@ class DataPosition(NamedTuple):
     row: int = 0
     """Rows of this block that were read; 0 if there are `streams`."""
     step: int = 0
-    """Batches that were read since the start. (Positions of earlier versions lack it.)"""
+    """Batches that were read since the start."""
     streams: tuple[tuple[int, int, int], ...] = ()
     """Epoch, block and row of each virtual stream, if there are several, and not all are at the
     beginning of `epoch`. A process only knows those of its own rows; see `to_json`."""
@@ -111,7 +111,7 @@ class DataPosition(NamedTuple):
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "DataPosition":
-        """Returns the inverse of `to_json`, also for positions of earlier versions."""
+        """Returns the inverse of `to_json`."""
         streams = tuple(tuple(place) for place in values.get("streams", ()))
         return cls(**{**values, "streams": streams})
 

@@ -26,7 +26,7 @@ CHUNK_PAIRS, CHUNKED_PAIRS = 1024, 2**20
 """Number of neighboring pairs that stay in one window, and the size of a corpus from which on they
 do: a large store is read in long runs. The pairs of smaller ones are shuffled individually."""
 
-_PERMUTATION, _ORDER, _WINDOW = 0, 1, 4  # Keys of random number generators.
+_PERMUTATION, _WINDOW = 0, 4  # Keys of random number generators.
 _SMALL_PERMUTATION = 1024  # Size up to which the whole permutation is made.
 
 
@@ -77,8 +77,7 @@ class Mixture:
 
     An epoch is divided among virtual streams, and each of these into blocks. Every window of blocks
     has the same share of each corpus, and is a function of its number: nothing as large as a corpus
-    is in memory. In the first order (`data.order`), there is one stream, and whole epochs are
-    shuffled in memory.
+    is in memory.
 
     Attributes:
       streams: number of virtual streams.
@@ -96,14 +95,13 @@ class Mixture:
     ) -> None:
         self._sizes = sizes
         self._seed = seed
-        self._is_first_order = config.order == 1
         # Relative to the largest size: powers of large numbers may overflow.
         relative_sizes = np.array(sizes) / max(sizes)
         rates = np.array(weights) * relative_sizes ** (1 / config.mixture_temperature)
         self._draws_per_epoch = sum(sizes) * rates / rates.sum()
         self.streams = 1
         # All rows of a batch have the same bucket, so that buckets need a common plan.
-        if not self._is_first_order and config.batching == "packed":
+        if config.batching == "packed":
             most = SAMPLED_STREAMS if config.subword_sampling else STREAMS
             of_each = WINDOW_BLOCKS * BLOCK_PAIRS
             while self.streams < most and sum(sizes) >= of_each * self.streams:
@@ -112,7 +110,6 @@ class Mixture:
         # Two epochs: blocks of the next one are planned ahead.
         self.blocks = functools.lru_cache(maxsize=2)(self._blocks)
         self._window = functools.lru_cache(maxsize=self.streams)(self._mix_window)
-        self._shuffled_epoch = functools.lru_cache(maxsize=2)(self._shuffle_epoch)
 
     def size(self, epoch: int) -> int:
         """Returns the number of draws in an epoch."""
@@ -124,8 +121,6 @@ class Mixture:
     def draws(self, epoch: int, stream: int, block: int) -> np.ndarray:
         """Returns the pairs of a block, int64 [pairs], as indices into all corpora in a row."""
         blocks = self.blocks(epoch)
-        if self._is_first_order:
-            return _part(self._shuffled_epoch(epoch), block, blocks)
         first = block - block % WINDOW_BLOCKS
         count = min(WINDOW_BLOCKS, blocks - first)
         return _part(self._window(epoch, stream, first, count), block - first, count)
@@ -156,10 +151,6 @@ class Mixture:
         begin = first * self.streams + stream * count
         draws = self._part_of_epoch(epoch, begin, begin + count, self.blocks(epoch) * self.streams)
         return generator(self._seed, _WINDOW, epoch, stream, first).permutation(draws)
-
-    def _shuffle_epoch(self, epoch: int) -> np.ndarray:
-        draws = self._part_of_epoch(epoch, 0, 1, 1)
-        return generator(self._seed, _ORDER, epoch).permutation(draws)
 
     def _part_of_epoch(self, epoch: int, begin: int, end: int, parts: int) -> np.ndarray:
         """Returns the draws of the parts from `begin` to `end` of an epoch, by corpus."""
@@ -192,8 +183,6 @@ class Mixture:
         """Returns the pairs at consecutive places of a permutation of a corpus, int64 [places]."""
         size = self._sizes[corpus]
         random = generator(self._seed, _PERMUTATION, corpus, number)
-        if self._is_first_order:
-            return random.permutation(size)[places]
         if not len(places):
             return places
         # Chunks begin elsewhere in each permutation. The pairs that fill none are the last.

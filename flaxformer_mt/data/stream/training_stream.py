@@ -206,8 +206,8 @@ class TrainingStream:
         is_whole = position.streams or streams == 1
         if len(places) != streams or not (is_whole or position.block == position.row == 0):
             raise UserError(
-                "the position is one in other data, or of an earlier version, whose order is "
-                f"data.order=1: set that, or begin with DataPosition(epoch={position.epoch + 1})"
+                "the position is one in other data: give those that it was saved with, or begin "
+                f"with DataPosition(epoch={position.epoch + 1})"
             )
         return places
 

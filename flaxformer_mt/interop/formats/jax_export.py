@@ -84,16 +84,11 @@ def read(
 ) -> tuple[ModelBundle, tuple[str, ...]]:
     """Reads the model of a folder that `write` wrote, with any version of JAX.
 
-    The exported functions are not read. UserError if it is not such a folder, has no recipe, as
-    those of earlier versions of this package, or is damaged; or if there are overrides.
+    The exported functions are not read. UserError if it is not such a folder, or is damaged; or if
+    there are overrides.
     """
     if not (folder / METADATA).is_file():
         raise UserError(f"{folder} is not a folder of --to jax: it has no {METADATA}")
-    if not (folder / RECIPE).is_dir():
-        raise UserError(
-            f"{folder} has no {RECIPE}, as exports of earlier versions: export the model again "
-            "from its run, by flaxformer-mt convert --from flaxformer_mt --to jax RUN NEW"
-        )
     if overrides:
         raise UserError(f"{folder} contains {next(iter(overrides))}: fields cannot be overridden")
     config, tokenizers = read_config(folder / RECIPE), read_tokenizers(folder / RECIPE)

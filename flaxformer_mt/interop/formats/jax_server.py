@@ -150,7 +150,7 @@ class Text:
         )
         self.ids = {piece: token for token, piece in enumerate(facts["pieces"]["source"])}
         self.pieces = facts["pieces"]["target"]
-        self.has_codes = facts.get("has_codes", True)
+        self.has_codes = facts["has_codes"]
         self.unknown = facts["unk_id"]
         self.decoding = facts["decoding"]
 

@@ -70,35 +70,22 @@ class Progress:
         self.batch_shapes = tuple(dict.fromkeys([*self.batch_shapes, *batch_shapes]))
 
     def to_json(self) -> dict[str, Any]:
-        """Returns JSON values, with the keys of checkpoints of earlier versions.
-
-        Of several processes, each has to call this.
-        """
-        values = dataclasses.asdict(self)  # A copy: the checkpoint is written later.
-        values["position"] = self.position.to_json()
-        values["interval"]["figures"] = values["interval"].pop("metrics")
-        for best in (values["best"], values["stopping"]):
-            best["merit"] = best.pop("score")
-        return values
+        """Returns JSON values. With several processes, each has to call this."""
+        # A copy: the checkpoint is written later.
+        return {**dataclasses.asdict(self), "position": self.position.to_json()}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Progress":
-        """Returns the inverse of `to_json`, also for checkpoints of earlier versions."""
-        interval = values["interval"]
-        metrics = {name: (total, weight) for name, (total, weight) in interval["figures"].items()}
-        if "loss" in metrics:
-            metrics.setdefault("target_tokens", (metrics["loss"][1], 1.0))
-        best, stopping = (
-            BestSoFar(values[name]["merit"], values[name]["validations_since"])
-            for name in ("best", "stopping")
-        )
+        """Returns the inverse of `to_json`."""
+        interval = Interval(**values["interval"])
+        interval.metrics = {name: (*sums,) for name, sums in interval.metrics.items()}
         return cls(
-            position=DataPosition.from_json(values["position"]),
-            interval=Interval(metrics, interval["seconds"], interval["seconds_waited"]),
-            skipped=values["skipped"],
-            best=best,
-            stopping=stopping,
-            skipped_in_a_row=[*values.get("skipped_in_a_row", ())],
-            batch_shapes=tuple(values.get("batch_shapes", ())),
-            validation_is_due=values.get("validation_is_due", False),
+            **{
+                **values,
+                "position": DataPosition.from_json(values["position"]),
+                "interval": interval,
+                "best": BestSoFar(**values["best"]),
+                "stopping": BestSoFar(**values["stopping"]),
+                "batch_shapes": tuple(values["batch_shapes"]),
+            }
         )
