@@ -149,7 +149,7 @@ RUN = fmt.ExperimentConfig(
     data=DataConfig(corpus="reverse", generated_pairs=50, vocab_size=280),
     train=TrainConfig(
         num_steps=6, batch_tokens=256, checkpoint_every=2, eval_every=6, log_every=1,
-        eval_sentences=1, accumulation_steps=2, ema_decay=0.9,
+        eval_sentences=1,
     ),
     decode=DecodeConfig(beam_size=1, max_length_factor=0, max_length_extra=2),
     parallel=ParallelConfig(num_devices=1),

@@ -240,7 +240,7 @@ def _initial_state(model_class, model, optimizer, train):
 
 def results(tiny, num_steps):
     """Returns the loss of each step, the first gradient's first moment, and the last parameters."""
-    state, losses, first_moment = tiny.created_state(), [], None
+    state, losses, first_moment = tiny.state(), [], None
     for number in range(num_steps):
         state, metrics = tiny.train_step(state, tiny.placed_batch(number))
         losses.append(metrics["loss"][0] / metrics["loss"][1])

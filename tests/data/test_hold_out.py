@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib
-import random
 
 import pytest
 
@@ -10,12 +9,9 @@ from flaxformer_mt.config import CorpusConfig, DataConfig, ExperimentConfig
 from flaxformer_mt.data.corpora import hold_out
 from flaxformer_mt.data.corpora.comparison import comparable as all_comparable
 from flaxformer_mt.data.corpora.filters import PairFilter
-from flaxformer_mt.data.dataset import open_all, open_dataset
+from flaxformer_mt.data.dataset import open_all
 from flaxformer_mt.data.sanity_checks import check_not_blank
-from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.runs import data_file
-from flaxformer_mt.runs.folder import write_run
 
 ROLES = ("valid", "test")
 
@@ -168,16 +164,6 @@ def test_most_held_out_pairs_remain_while_the_file_grows(tmp_path):
         assert len({*few[role]} & {*in_proportion[role]}) >= 26
 
 
-def test_all_translations_of_a_source_are_in_one_set(tmp_path):
-    spellings = ("{}", " {} ", "\u200b{}\xa0", "{}!")
-    pairs = [(random.Random(i).choice(spellings).format(source.swapcase()), target)
-             for i, (source, target) in enumerate(numbered(1000))]  # fmt: skip
-    parts, corpora = divide(tmp_path, pairs)
-    check(corpora, [1000], 32, DataConfig())
-    sources = [{comparable(source) for source, _ in part} for part in parts.values()]
-    assert sum(map(len, sources)) == len(set.union(*sources)) == 500
-
-
 def test_held_out_pairs_are_part_of_the_fingerprint(tmp_path):
     parts, corpora = divide(tmp_path, numbered(1000))
     options = ({}, {"hold_out": 64}, {"filter_held_out": False}, {"drop_identical": True},
@@ -197,54 +183,12 @@ def test_held_out_pairs_are_part_of_the_fingerprint(tmp_path):
     }  # fmt: skip
 
 
-def test_reports_add_up_to_the_lines_of_the_text(tmp_path):
-    pairs = [*numbered(200), *[("", "Nothing.")] * 7]
-    bt = [(f"Sauce {i}.", f"Phrase {i}.") for i in range(200)]
-    config = ExperimentConfig(
-        data=DataConfig(
-            path=write(tmp_path / "own.tsv", pairs),
-            hold_out=20,
-            target_language="fr",
-            train_corpora=(
-                CorpusConfig(),
-                CorpusConfig(path=write(tmp_path / "bt.tsv", bt), tag="<bt>"),
-            ),
-            vocab_size=300,
-        )
-    )
-    corpora = open_all(config)
-    tokenizers = Tokenizers.for_run(corpora["train"], config.data, has_inputs=True)
-    _, dataset = open_dataset(config, corpora, tokenizers, tmp_path / "cache")
-    lines = [line for _, line in dataset.report()]
-    assert lines[1:3] == [
-        "167 of 207 pairs to train on; 20 held out for valid; 20 held out for test",
-        "160 of 167 pairs kept (7 empty side dropped)",
-    ]
-    assert (
-        "160 of 200 pairs to train on; 0 held out for valid; 0 held out for test; 40 left out, "
-        "with the source or the target of a held-out pair"
-    ) in lines
-    write_run(tmp_path / "run", config, corpora, tokenizers)
-    assert data_file.read(tmp_path / "run")["hold_out"] == {
-        "lines": 407, "valid": 20, "test": 20, "train": 327, "left_out": 40,
-    }  # fmt: skip
-
-
 def test_the_test_split_is_optional(tmp_path):
     with_test, _ = divide(tmp_path, numbered(1000))
     without, corpora = divide(tmp_path, numbered(1000), test_split="")
     assert corpora["test"] == []
     assert without["valid"] == with_test["valid"]
     assert len(without["train"]) == len(with_test["train"]) + len(with_test["test"])
-
-
-def test_a_source_of_several_corpora_is_on_one_side(tmp_path):
-    write(tmp_path / "other.tsv", [(en, f"Andere {fr}") for en, fr in numbered(60)])
-    corpora = (CorpusConfig(), CorpusConfig(path=str(tmp_path / "other.tsv"), tag="<x>"))
-    parts, _ = divide(tmp_path, numbered(1000), train_corpora=corpora)
-    sources = [{source.removeprefix("<x> ") for source, _ in part} for part in parts.values()]
-    assert sum(map(len, sources)) == len(set.union(*sources)) == 500
-    assert any(source.startswith("<x> ") for source, _ in parts["train"])
 
 
 def test_nothing_has_to_be_held_out_of_a_small_corpus(tmp_path):

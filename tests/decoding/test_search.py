@@ -19,7 +19,6 @@ from toy_search import (
     batched,
     ends,
     find,
-    find_with_staggered_starts,
     node_of,
     numbers,
     random_world,
@@ -100,32 +99,6 @@ def test_search_matches_the_slow_search(arrangement, seed, end, numbers, per_row
     result = find(world, batched(per_row), options)
     for row, constraints in enumerate(per_row):
         assert_row_is(result, row, search_slowly(world, row, constraints, options))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arrangement", ["greedy", "all"])
-def test_rows_admitted_late_find_the_same(arrangement):
-    options, world = ARRANGEMENTS[arrangement], random_world(0, end=1.0)
-    rows = batched(
-        [Constraints(P), Constraints(3, minimum=1), Constraints(P, minimum=2, prefix=(3,))]
-    )
-    late = find_with_staggered_starts(world, rows, options)
-    for ours, theirs in zip(late, find(world, rows, options), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arrangement", ["greedy", "never", "all"])
-def test_rows_do_not_influence_each_other(arrangement):
-    options, world = ARRANGEMENTS[arrangement], random_world(1)
-    per_row = [Constraints(P), Constraints(4), Constraints(2)]
-    together = find(world, batched(per_row), options)
-    for row, constraints in enumerate(per_row):
-        alone = find(
-            world, batched([constraints if r == row else Constraints(0) for r in range(B)]), options
-        )
-        for ours, theirs in zip(alone, together, strict=True):
-            np.testing.assert_array_equal(ours[row], theirs[row])
 
 
 @pytest.mark.slow_except("0.0-never-3", "1.0-first-2")

@@ -123,14 +123,15 @@ def test_validation_agrees_with_one_device(setup, strategy):
     chex.assert_trees_all_close(one, eight, rtol=1e-5)
 
 
+@pytest.mark.slow  # By default, `test_loop.py` continues a run on other devices.
 @pytest.mark.parametrize(
     "meshes",
     [
         [(8, {"fsdp": 2, "tensor": 2}), (1, {})],
-        pytest.param([(8, {"fsdp": 4, "tensor": 2}), (4, {"fsdp": 2}), (1, {})], marks=SLOW),
+        [(8, {"fsdp": 4, "tensor": 2}), (4, {"fsdp": 2}), (1, {})],
     ],
 )
-@pytest.mark.parametrize("bigram", [True, pytest.param(False, marks=SLOW)])
+@pytest.mark.parametrize("bigram", [True, False])
 def test_a_state_continues_on_fewer_devices(setup, on_one, meshes, bigram):
     """And sharded differently, as if nothing had happened."""
     state, losses = None, []
