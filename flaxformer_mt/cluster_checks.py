@@ -110,7 +110,7 @@ def _clocks() -> Check:
 def _folder(workdir: Path) -> Iterator[Check]:
     """Checks the folder that all processes share."""
     index, count = jax.process_index(), jax.process_count()
-    existed = workdir.is_dir()
+    missing = [each for each in (workdir, *workdir.parents) if not os.path.lexists(each)]
     (token, *_) = _gathered(f".doctor-{os.getpid()}-{time.time_ns()}")
     folder = workdir / token
 
@@ -139,9 +139,9 @@ def _folder(workdir: Path) -> Iterator[Check]:
         distributed.barrier("doctor's files")
         if distributed.is_main():
             shutil.rmtree(folder, ignore_errors=True)
-            if not existed:
-                with contextlib.suppress(OSError):  # Others have put something into it.
-                    workdir.rmdir()
+            with contextlib.suppress(OSError):  # Others have put something into one.
+                for each in missing:
+                    each.rmdir()
 
 
 def _errors(action: Callable[[], None]) -> list[str]:

@@ -2,6 +2,7 @@
 
 Opening a named pipe would wait for its writer, and a device such as /dev/zero has no end: only
 regular files are read. JSON may nest deeper than Python's stack, or have numbers too long to print.
+A schema, a type with annotations that msgspec understands, says what a JSON file has to hold.
 """
 
 import collections
@@ -9,9 +10,14 @@ import gzip
 import io
 import json
 import os
+import re
 import stat
+import sys
+import typing
 import zlib
-from typing import Any
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
 
 from flaxformer_mt.errors import UserError, prefixed
 from flaxformer_mt.remote import copies
@@ -21,6 +27,12 @@ MAX_SETTINGS_BYTES = 2**24
 MAX_MODEL_BYTES = 2**28
 """Limit of the size of tokenizer models and of lexical tables, also after decompression."""
 _MAX_EXPANSION, _SMALL = 100, 2**20
+_MAX_DEPTH = 100
+
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+"""In schemas: an integer that is not negative."""
+Finite: TypeAlias = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+"""In schemas: a number that is neither infinite nor NaN."""
 
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -93,29 +105,45 @@ def read_text(path: str | os.PathLike[str], limit: int = MAX_SETTINGS_BYTES) -> 
         raise UserError(f"{path} is damaged: byte {error.start + 1} is not UTF-8") from error
 
 
-def read_json(path: str | os.PathLike[str]) -> Any:
-    """Reads a JSON file of at most `MAX_SETTINGS_BYTES`."""
-    return parse_json(read_bytes(path), str(path))
+def read_json(path: str | os.PathLike[str], kind: Any = Any) -> Any:
+    """Reads a JSON file of at most `MAX_SETTINGS_BYTES`; see `parse_json`."""
+    return parse_json(read_bytes(path), str(path), kind)
 
 
-def parse_json(content: bytes | str, name: str) -> Any:
-    """Parses a JSON value; `name` is where it comes from, for messages.
+def parse_json(content: bytes | str, name: str, kind: Any = Any) -> Any:
+    """Parses a JSON value of a kind; see `checked`.
 
-    `UserError` if it is not JSON, nests too deep, has two values of one name, or a number or a
-    string that Python cannot print.
+    `UserError` if it is not JSON, is not of this kind, nests too deep, has two values of one name,
+    or a number or a string that Python cannot print. `name` is where it comes from, for messages.
     """
     try:
         text = content if isinstance(content, str) else content.decode("utf-8-sig")
         values = json.loads(text, object_pairs_hook=_unique)
+        _check_depth(values)
         if "\\ud" in text.lower():  # Only an escape can result in a lone surrogate.
             json.dumps(values, ensure_ascii=False).encode()
     except UserError as error:
         raise UserError(f"{name} is damaged: {error}") from error
     except RecursionError as error:
-        raise UserError(f"{name} is damaged: its JSON is nested too deeply") from error
+        raise UserError(f"{name} is damaged: {_TOO_DEEP}") from error
     except ValueError as error:  # Includes errors of JSON and of UTF-8, and numbers too long.
         raise UserError(f"{name} is damaged: {_reason(error)}") from error
-    return values
+    return checked(values, f"{name} is", kind)
+
+
+def checked(values: Any, subject: str, kind: Any) -> Any:
+    """Returns JSON values as a kind: a dataclass, a list of strings, ...
+
+    A `TypedDict` checks the members that it names, and keeps the others.
+
+    Raises:
+      UserError: the values are of another kind; it names `subject` ("FILE is") and the member.
+    """
+    try:
+        found = msgspec.convert(values, kind)
+    except msgspec.ValidationError as error:
+        raise UserError(f"{subject} damaged: {_in_words(str(error))}") from error
+    return values if typing.is_typeddict(kind) else found
 
 
 def decompressed(content: bytes, limit: int) -> bytes:
@@ -142,6 +170,40 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         counts = collections.Counter(name for name, _ in pairs)
         raise UserError(f"{counts.most_common(1)[0][0]!r} occurs twice")
     return values
+
+
+_TOO_DEEP = "its JSON is nested too deeply"
+
+
+def _check_depth(values: Any) -> None:
+    level = [values] if isinstance(values, dict | list) else []
+    for _ in range(_MAX_DEPTH):
+        inner = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [value for each in inner for value in each if isinstance(value, dict | list)]
+    if level:
+        raise UserError(_TOO_DEEP)
+
+
+_WORDS = {
+    "int": "an integer", "float": "a number", "str": "a string", "bool": "true or false",
+    "array": "a list", "object": "an object",
+}  # fmt: skip
+
+
+def _in_words(error: str) -> str:
+    """Rewrites a message of msgspec, "Expected `int`, got `str` - at `$.files[...].bytes`"."""
+    error = error.replace(" - at `key` in `$", " as a name - at `$")
+    problem, _, place = error.partition(" - at `$")
+    problem = re.sub(r"Object (?:missing|contains) (required|unknown) field", r"\1 field", problem)
+    problem = problem.replace("required field", "there is no field")
+    problem = problem.replace("Invalid enum value", "unknown value")
+    problem = re.sub(r" [<>]= -?1\.79\S+", " that is finite", problem)
+    kinds = re.compile("`([a-z]+(?: [|] [a-z]+)*)`(?=,|$| [<>]| of length| that is| matching)")
+    problem = kinds.sub(
+        lambda found: " or ".join(_WORDS.get(kind, kind) for kind in found[1].split(" | ")), problem
+    )
+    place = place.strip(".`")
+    return f"{place + ': ' if place else ''}{problem[0].lower()}{problem[1:]}"
 
 
 def _reason(error: ValueError) -> str:

@@ -131,8 +131,7 @@ def _family_of(folder: Path) -> str:
         if any(folder.glob("*.pt")):
             return "opennmt"
         raise UserError(f"{folder} holds no model: it has no {CONFIG}, dict.txt or file of Marian")
-    settings = read_json(folder / CONFIG)
-    kind = settings.get("model_type") if isinstance(settings, dict) else None
+    kind = read_json(folder / CONFIG, dict[str, Any]).get("model_type")
     if kind is None:
         return OWN
     families = {

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import types
@@ -29,7 +28,8 @@ from flaxformer_mt.decoding.translator import Sentence, Translator
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.evaluation import compare, evaluate
 from flaxformer_mt.exit_codes import ExitCode
-from flaxformer_mt.runs.checkpoint import Checkpoints
+from flaxformer_mt.runs.checkpoint import Checkpoints, write_params
+from flaxformer_mt.runs.folder import write_run
 from flaxformer_mt.runs.trained_model import load_run, write_model
 from flaxformer_mt.training.state import TrainState
 
@@ -43,6 +43,7 @@ def run(tmp_path_factory):
     """A run folder whose best checkpoint is not the last one."""
     folder = tmp_path_factory.mktemp("runs") / "tiny"
     talker = make_talker()
+    write_run(folder, talker.config, {}, talker.tokenizers)
     with Checkpoints(folder, keep_last=2) as checkpointer:
         for step, loss in ((1, 1.0), (2, 2.0)):
             params = random_params(talker.model, seed=step)
@@ -52,9 +53,6 @@ def run(tmp_path_factory):
                 opt_state=optax.sgd(0.1, momentum=0.9).init(params),
             )
             checkpointer.save(step, state, metrics={"loss": loss})
-    talker.tokenizers.save(folder / "tokenizer")
-    (folder / "data.json").write_text('{"train": "0123"}')
-    (folder / "config.json").write_text(to_json(talker.config))
     return folder
 
 
@@ -304,16 +302,19 @@ def test_evaluate_compares_a_run_with_a_baseline_and_keeps_its_translations(run,
 
 
 def test_evaluate_without_files_takes_the_test_split_of_the_run(run, command, tmp_path):
-    folder = shutil.copytree(run, tmp_path / "run")
-    config = load_run(folder).config
-    data = dataclasses.replace(config.data, path=str(tmp_path), test_split="dev")
-    (folder / "config.json").write_text(to_json(dataclasses.replace(config, data=data)))
+    folder, model = tmp_path / "run", load_run(run)
+    data = dataclasses.replace(model.config.data, path=str(tmp_path), test_split="dev")
     sources = ["a b c d", "b"]
     write(tmp_path / f"dev.{data.source_language}", sources)
     write(tmp_path / f"dev.{data.target_language}", Translator.from_run(run).translate(sources))
     (corpus,) = open_corpora(data, "test")
-    (folder / "data.json").write_text(json.dumps({"test": [corpus.fingerprint]}))
 
+    def write_with(folder, data):
+        config = dataclasses.replace(model.config, data=data)
+        write_run(folder, config, {"test": [corpus]}, model.tokenizers)
+        write_params(folder, 1, model.params)
+
+    write_with(folder, data)
     code, out, err = command("evaluate", "--run", folder)
     assert code == 0
     assert "note: the test split of" in err
@@ -323,9 +324,9 @@ def test_evaluate_without_files_takes_the_test_split_of_the_run(run, command, tm
     assert_rejected(command("evaluate", "--run", folder, *only_one), "--source", "--reference")
     write(tmp_path / f"dev.{data.source_language}", ["other text", "b"])
     assert_rejected(command("evaluate", "--run", folder), "test corpus", "is not the text")
-    no_test = dataclasses.replace(data, test_split="")
-    (folder / "config.json").write_text(to_json(dataclasses.replace(config, data=no_test)))
-    assert_rejected(command("evaluate", "--run", folder, "--split", "test"), "has no test split")
+    write_with(tmp_path / "other", dataclasses.replace(data, test_split=""))
+    refused = command("evaluate", "--run", tmp_path / "other", "--split", "test")
+    assert_rejected(refused, "has no test split")
 
 
 def test_version(capsys):
@@ -447,6 +448,7 @@ def test_errors_are_one_line(run, command, tmp_path):
 
 def test_a_vocabulary_of_another_size_is_rejected(run, command, tmp_path):
     folder = copy_without(run, tmp_path / "run", "tokenizer")
+    (folder / "data.json").unlink()
     corpus = ParallelCorpus(sentences(50), sentences(50), "made up")
     Tokenizers.train([corpus], dataclasses.replace(DATA, vocab_size=290)).save(folder / "tokenizer")
     message = "has 290 source tokens, but the model was trained with 300"

@@ -135,6 +135,11 @@ def test_json_that_is_not_a_configuration_is_rejected(text):
         (DataConfig, {"bucket_lengths": (32, 16)}, "must be in increasing order"),
         (DataConfig, {"max_unknown_rate": 2}, "data.max_unknown_rate=2: must be at most 1"),
         (CorpusConfig, {"weight": 0}, "CorpusConfig.weight=0: must be above 0"),
+        *(
+            (CorpusConfig, {"tag": f"<2{wrong}de>"}, "CorpusConfig.tag=.*: must be words between")
+            for wrong in "\t\v\f\x1c\x85\xa0\u2028\u2029\u200b\u3000\u2581\r\n"
+        ),
+        (CorpusConfig, {"tag": "<2de> </s>"}, "and the special tokens of a vocabulary"),
         (TrainConfig, {"ema_decay": 1.0}, "train.ema_decay=1.0: must be below 1"),
         (ParallelConfig, {"strategy": "pmap", "fsdp": 2}, "pmap cannot shard parameters"),
         (

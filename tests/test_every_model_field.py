@@ -396,7 +396,7 @@ def test_hugging_face_refuses_or_keeps_every_field(name, tmp_path, monkeypatch):
         return types.SimpleNamespace(source=side, target=side)
 
     def stored(folder):
-        settings = huggingface._read_json(folder / "config.json")
+        settings = huggingface.read_json(folder / "config.json")
         return stub(settings["pad_token_id"], settings["eos_token_id"])
 
     monkeypatch.setattr(huggingface, "Tokenizers", types.SimpleNamespace(load=stored))

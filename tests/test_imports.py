@@ -66,7 +66,7 @@ ALLOWED = {
     "runs": {"config", "distributed", "data.corpora.corpus", "data.tokenizers", "model"} | LEAVES,
     "presets": {"config"} | LEAVES,
     "model": {"config"} | LEAVES,
-    "data": {"config", "distributed", "runs.layout", "runs.manifest"} | LEAVES,
+    "data": {"config", "distributed", "runs.identity", "runs.layout", "runs.manifest"} | LEAVES,
     "training": {"config", "model", "objectives", "data", "runs", "interruption"} | LEAVES,
     "decoding": {
         "config",
@@ -88,6 +88,7 @@ ALLOWED = {
         "plotting.drawing",
     }
     | LEAVES,
+    "serving": {"run_reader", "runs"} | LEAVES,
     "plotting": {"config", "decoding.attention_weights", "runs"} | LEAVES,
 }
 # Modules that handle whole models, with vocabulary and search options, need more than weight maps.
@@ -134,6 +135,8 @@ ONLY_IN = {
     "mlflow": {"training.reporting.trackers"},
     "trackio": {"training.reporting.trackers"},
     "tyro": {"cli"},
+    "starlette": {"serving.http"},
+    "uvicorn": {"serving.http"},
 }
 
 

@@ -99,9 +99,7 @@ def _is_complete(output: Path, settings: Mapping[str, Any]) -> bool:
     file = _settings_file(output)
     if not file.exists():
         _record(output, settings, is_complete=False)
-    found = read_json(file)
-    if not isinstance(found, dict):
-        raise UserError(f"{file} is damaged: delete it, and the parts of {output.name}")
+    found: dict[str, Any] = read_json(file, dict[str, Any])
     if others := [name for name in settings if found.get(name) != settings[name]]:
         raise UserError(
             f"{output} was begun with other {', '.join(others)}: give another --output, or delete "

@@ -24,6 +24,7 @@ from flaxformer_mt.cli import (
     preparation,
     remote_arguments,
     score,
+    serve,
     training,
     translate,
 )
@@ -47,6 +48,7 @@ _GROUPS: dict[str, tuple[Callable[..., int | None], ...]] = {
         pictures.attention,
         checkpoints.average,
         corpora.lexicon,
+        serve.serve,
     ),
     "Published models": (convert.convert, parity.parity),
 }

@@ -69,6 +69,14 @@ class CorpusConfig(_WithColumns):
 
     _prefix = "CorpusConfig."
 
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
+        if not self.tag.isprintable() or not all(map(_can_be_whole, self.tag.split())):
+            yield (
+                "{tag}: must be words between spaces, without other white space, \u2581 and the "
+                "special tokens of a vocabulary"
+            )
+
     @property
     def shares_hold_out(self) -> bool:
         """Whether `data.hold_out` is of this corpus; False if it has a number of its own."""

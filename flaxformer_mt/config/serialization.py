@@ -72,8 +72,7 @@ def to_json(config: ExperimentConfig, history: Sequence[Mapping[str, Any]] = ())
 def from_json(text: str) -> ExperimentConfig:
     """Makes a configuration from JSON; the inverse of `to_json`. Errors as of `from_dict`."""
     with prefixed("not a configuration: "):
-        values = parse_json(text, "it")
-        require(isinstance(values, dict), "not a JSON object")
+        values: dict[str, Any] = parse_json(text, "it", dict[str, Any])
     require(
         "model_type" not in values,
         "this is the configuration of a Hugging Face model: make a run of its folder with "

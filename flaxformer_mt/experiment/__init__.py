@@ -14,7 +14,6 @@ separately:
 
 import contextlib
 import dataclasses
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -160,9 +159,9 @@ def dry_run(
         raise UserError("--dry-run is for one process: start it without the others")
     check_before_start(config, workdir, accept_changes)
     atomic.require_writable(workdir)
-    with tempfile.TemporaryDirectory() as cache:
+    with atomic.temporary_folder() as cache:
         experiment = prepare(
-            config, workdir, cache_folder=Path(cache), write=False, accept_changes=accept_changes
+            config, workdir, cache_folder=cache, write=False, accept_changes=accept_changes
         )
         print_labelled(experiment.report(), console)
         print_labelled(experiment.export_obstacles(), console)

@@ -20,7 +20,7 @@ from flaxformer_mt.decoding.translator import check_search
 from flaxformer_mt.experiment.checks import require_effects, require_shared_vocabulary
 from flaxformer_mt.experiment.folder import require_shared
 from flaxformer_mt.experiment.parts import Experiment
-from flaxformer_mt.remote.copies import local
+from flaxformer_mt.remote.copies import local_list
 from flaxformer_mt.runs import folder as run_folder
 from flaxformer_mt.runs.layout import CACHE
 from flaxformer_mt.runs.manifest import made_once
@@ -155,7 +155,7 @@ def _with_vocabulary(
     """Returns the configuration with the special tokens of the vocabularies, and these."""
     path = tokenizer_path(given)
     if path:
-        run_folder.check_vocabulary(local(path))
+        run_folder.check_vocabulary(local_list(path))
     data = dataclasses.replace(given.data, tokenizer_path=path)
     if path:
         tokenizers = Tokenizers.for_run(corpora, data, given.model.has_inputs)

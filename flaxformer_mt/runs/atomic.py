@@ -116,6 +116,22 @@ def workspace(parent: Path) -> Iterator[Path]:
         _delete_workspace(folder, descriptor)
 
 
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Yields a workspace in the system's folder for temporary files (TMPDIR).
+
+    What cannot be deleted yet, such as files on NFS that are mapped, is deleted by a later call.
+    """
+    parent = Path(tempfile.gettempdir())
+    remove_leftovers(parent)
+    folder, descriptor = _new_workspace(parent)
+    try:
+        yield folder
+    finally:
+        with contextlib.suppress(OSError):
+            _delete_workspace(folder, descriptor)
+
+
 def _new_workspace(parent: Path) -> tuple[Path, int]:
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, suffix=_SUFFIX, dir=parent))

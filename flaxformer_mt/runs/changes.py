@@ -8,22 +8,32 @@ steps after an entry were made with the values of all entries up to it.
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from flaxformer_mt import config as configuration
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.config.serialization import HISTORY
-from flaxformer_mt.input_files import read_json
+from flaxformer_mt.input_files import Count, read_json
 from flaxformer_mt.runs.layout import CONFIG
 
 SPLIT = "change"
 """The split of the line of `metrics.jsonl` about a change."""
 
 
+class _Change(TypedDict):
+    step: Count
+    options: dict[str, tuple[Any, Any]]
+    corpora: dict[str, list[str]]
+
+
+class _Config(TypedDict, total=False):
+    history: list[_Change]
+
+
 def read(folder: str | Path) -> list[dict[str, Any]]:
     """Reads the history of a run, oldest first."""
-    values = read_json(Path(folder, CONFIG))
-    return values.get(HISTORY, []) if isinstance(values, dict) else []
+    values: dict[str, Any] = read_json(Path(folder, CONFIG), _Config)
+    return values.get(HISTORY, [])
 
 
 def before(config: ExperimentConfig, history: Sequence[Mapping[str, Any]]) -> ExperimentConfig:
@@ -31,8 +41,8 @@ def before(config: ExperimentConfig, history: Sequence[Mapping[str, Any]]) -> Ex
     values = configuration.to_dict(config)
     for entry in reversed(history):
         for name, (old, _) in entry["options"].items():
-            group, field = name.split(".")
-            values[group][field] = old
+            group, _, field = name.partition(".")
+            values.setdefault(group, {})[field] = old
     return configuration.from_dict(values)
 
 

@@ -1,17 +1,16 @@
 """`data.json`: what a run was started with, so that everything that reads it notices a change.
 
+    format               of the whole run folder: `FORMAT`
     train, valid, test   fingerprints of the corpora; a converted model has none
     hold_out             with data.hold_out only: the number of "lines" of the training text, of
-                         pairs held out for "valid" and "test", and of others that were "left_out";
-                         "one_in" of so many sources was held out by earlier versions
+                         pairs held out for "valid" and "test", and of others that were "left_out"
     tokenizer            fingerprints of the vocabularies
     config               the configuration
     files                size and SHA-256 of the files in `tokenizer/` and `origin/`
     trained              true once a checkpoint was written
     sha256               of all of the above but `trained`; identifies the run
 
-Each checkpoint records the last of these. Files that earlier versions wrote have fingerprints only,
-and nothing else is compared then.
+Each checkpoint records the last of these.
 """
 
 import hashlib
@@ -19,45 +18,63 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Required, TypedDict
 
+from flaxformer_mt.config.fields import shown
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.input_files import parse_json, read_bytes
+from flaxformer_mt.input_files import Count, checked, read_json
 from flaxformer_mt.runs import atomic
 from flaxformer_mt.runs.layout import DATA
 from flaxformer_mt.runs.manifest import Entry, difference
 
 CORPORA = ("train", "valid", "test")
 HOLD_OUT, TOKENIZER, CONFIG, FILES = "hold_out", "tokenizer", "config", "files"
-_TRAINED, _SHA256 = "trained", "sha256"
+_FORMAT, _TRAINED, _SHA256 = "format", "trained", "sha256"
+FORMAT = 1
+"""The number of the format of run folders: another one cannot be read."""
+
+
+class _Content(TypedDict, total=False):
+    format: Required[int]
+    sha256: Required[str]
+    tokenizer: Required[dict[str, str]]
+    config: Required[dict[str, Any]]
+    files: Required[dict[str, Entry]]
+    train: list[str]
+    valid: list[str]
+    test: list[str]
+    hold_out: dict[str, Count]
+    trained: Literal[True]
 
 
 def write(folder: Path, values: Mapping[str, Any]) -> None:
-    """Writes the file of a new run, adding `sha256` to the values."""
+    """Writes the file of a new run, adding the format and `sha256` to the values."""
+    values = {_FORMAT: FORMAT, **values}
     _write(folder, {**values, _SHA256: _digest(values)})
 
 
 def read(folder: str | Path) -> dict[str, Any]:
-    """Reads the file; {} if there is none; `UserError` if it is damaged."""
+    """Reads the file; {} if there is none; `UserError` if it is damaged or of another format."""
     path = Path(folder, DATA)
     if not os.path.lexists(path):
         return {}
-    advice = "restore it, or give another --workdir"
     try:
-        values = parse_json(read_bytes(path), "it")
+        values: dict[str, Any] = read_json(path, dict[str, Any])
+        if values.get(_FORMAT, FORMAT) == FORMAT:
+            checked(values, f"{path} is", _Content)
+            if values.get(_SHA256) != _digest(values):
+                raise UserError(f"{path} is damaged: its checksum is that of other content")
+            return values
     except UserError as error:
-        raise UserError(f"{path} cannot be read ({error}): {advice}") from error
-    is_known = isinstance(values, dict) and values.get(_TRAINED, True) is True
-    # A file of an earlier version has no checksum.
-    if not is_known or (
-        values.keys() - {*CORPORA, TOKENIZER, _TRAINED} and values.get(_SHA256) != _digest(values)
-    ):
-        raise UserError(f"{path} is damaged: {advice}")
-    return values
+        raise UserError(f"{error}; restore it, or give another --workdir") from error
+    raise UserError(
+        f"{path}: the run has format {shown(values[_FORMAT])}, and this version of flaxformer_mt "
+        f"reads format {FORMAT}: use the version that wrote it"
+    )
 
 
 def run_id(folder: str | Path) -> str | None:
-    """Returns the checksum that identifies a run; None for one that an earlier version started."""
+    """Returns the checksum that identifies a run; None without the file."""
     return read(folder).get(_SHA256)
 
 
@@ -75,9 +92,10 @@ def mark_trained(folder: Path) -> None:
 
 def check_files(folder: str | Path) -> None:
     """Raises `UserError` unless the files of the vocabulary and in `origin/` are unchanged."""
-    for name, entry in read(folder).get(FILES, {}).items():
+    entries: dict[str, Entry] = checked(read(folder).get(FILES, {}), f"{DATA} is", dict[str, Entry])
+    for name, entry in entries.items():
         path = Path(folder, name)
-        cause = difference(path, Entry(**entry), str(path))
+        cause = difference(path, entry, str(path))
         if cause:
             what = "the vocabulary" if name.startswith(TOKENIZER) else "the file"
             raise UserError(

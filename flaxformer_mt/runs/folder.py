@@ -92,9 +92,12 @@ def read_config(folder: str | Path) -> ExperimentConfig:
     text = input_files.read_text(path)
     with prefixed(f"{path}: "):
         config = configuration.from_json(text)
+    # Without it, no checkpoint of the run can be read.
     recorded = data_file.read(folder).get(data_file.CONFIG)
     if recorded is not None:
-        original = changes.before(config, changes.read(folder))
+        history = changes.read(folder)
+        with prefixed(f"{path} is damaged: history: "):
+            original = changes.before(config, history)
         changed = configuration.differences(configuration.from_dict(recorded), original).values()
         if changed:
             raise UserError(
@@ -115,20 +118,22 @@ def read_tokenizers(folder: str | Path) -> Tokenizers:
     return tokenizers
 
 
-def check_vocabulary(path: Path) -> None:
-    """Checks the files of the vocabulary of a run: its folder, or its folder `tokenizer`."""
-    data_file.check_files(path.parent if path.name == layout.TOKENIZER else path)
+def check_vocabulary(paths: str) -> None:
+    """Checks the files of vocabularies of runs: folders, or files in `tokenizer`, after commas."""
+    for path in map(Path, paths.split(",")):
+        for folder in (path, path.parent, path.parent.parent):
+            if (folder / layout.TOKENIZER).is_dir() and (folder / layout.CONFIG).is_file():
+                data_file.check_files(folder)
 
 
 def read_origin(folder: str | Path) -> dict[str, bytes]:
     """Reads the files of the published model that a run was converted from, by name."""
     data_file.check_files(folder)
-    kept = Path(folder, layout.ORIGIN)
-    if not kept.is_dir():
-        return {}
+    paths = (Path(folder, name) for name in data_file.read(folder).get(data_file.FILES, {}))
     return {
         path.name: input_files.read_bytes(path, input_files.MAX_MODEL_BYTES)
-        for path in kept.iterdir()
+        for path in paths
+        if path.parent.name == layout.ORIGIN
     }
 
 
@@ -269,7 +274,8 @@ def write_run(
             data_file.TOKENIZER: fingerprints(tokenizers),
             data_file.CONFIG: configuration.to_dict(experiment),
             data_file.FILES: {
-                name: manifest.entry_of(content)._asdict() for name, content in files.items()
+                name: dataclasses.asdict(manifest.entry_of(content))
+                for name, content in files.items()
             },
         },
     )
@@ -301,10 +307,10 @@ def with_first_schedule(workdir: Path, experiment: ExperimentConfig) -> Experime
     The warm-up of a run that is continued with another number of steps does not change. A schedule
     that has an end does: the number is then an accepted change.
     """
-    first, optimizer = data_file.read(workdir).get(data_file.CONFIG), experiment.optimizer
-    if first is None or not optimizer.warmup or optimizer.total_steps or optimizer.schedule_has_end:
+    optimizer = experiment.optimizer
+    if not optimizer.warmup or optimizer.total_steps or optimizer.schedule_has_end:
         return experiment
-    steps = configuration.from_dict(first).train.num_steps
+    steps = configuration.from_dict(data_file.read(workdir)[data_file.CONFIG]).train.num_steps
     return with_changes(experiment, {"optimizer": {"total_steps": steps}})
 
 

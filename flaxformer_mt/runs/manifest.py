@@ -5,6 +5,7 @@ without one is incomplete.
 """
 
 import concurrent.futures
+import dataclasses
 import errno
 import hashlib
 import json
@@ -13,7 +14,7 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from flaxformer_mt import input_files
 from flaxformer_mt.errors import UserError
@@ -26,11 +27,17 @@ _Content = TypeVar("_Content")
 _log = logging.getLogger(__name__)
 
 
-class Entry(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Entry:
     """What a manifest records of a file."""
 
-    bytes: int
+    bytes: input_files.Count
     sha256: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Manifest:
+    files: dict[str, Entry]
 
 
 def entry_of(content: bytes) -> Entry:
@@ -89,16 +96,16 @@ def damage(
         return f"{MANIFEST} is missing: the {kind} is incomplete, or the file was deleted"
     try:
         with input_files.open_regular(folder / MANIFEST) as file:
-            files = input_files.parse_json(file.read(), MANIFEST)["files"]
-        entries = {
-            name: Entry(files[name]["bytes"], files[name]["sha256"])
-            for name in (files if names is None else names)
-        }
+            files = input_files.parse_json(file.read(), MANIFEST, _Manifest).files
     except OSError as error:
         _require_damage(error, folder / MANIFEST)
         return f"{MANIFEST} cannot be read: {error.strerror}"
-    except (UserError, KeyError, TypeError, AttributeError):
-        return f"{MANIFEST} is damaged"
+    except UserError as error:
+        return str(error)
+    for name in names or ():
+        if name not in files:
+            return f"{MANIFEST} is damaged: it does not list {name}"
+    entries = {name: files[name] for name in (files if names is None else names)}
     with concurrent.futures.ThreadPoolExecutor() as pool:
         causes = pool.map(lambda name: difference(folder / name, entries[name], name), entries)
         return next(filter(None, causes), None)
@@ -156,7 +163,7 @@ def _synced(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         os.fsync(file.fileno())
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return Entry(file.tell(), digest)._asdict()
+        return dataclasses.asdict(Entry(file.tell(), digest))
 
 
 def difference(path: Path, entry: Entry, name: str) -> str | None:

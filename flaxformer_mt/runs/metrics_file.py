@@ -1,7 +1,6 @@
 """The lines of `metrics.jsonl`: JSON objects, each with a checksum.
 
-The last member of a line is the CRC-32 of what precedes it. Files of earlier versions have no
-checksums; they get them when their run is continued.
+The last member of a line is the CRC-32 of what precedes it.
 """
 
 import contextlib
@@ -10,10 +9,10 @@ import os
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 from flaxformer_mt.errors import UserError, prefixed
-from flaxformer_mt.input_files import open_regular, parse_json
+from flaxformer_mt.input_files import Count, open_regular, parse_json
 from flaxformer_mt.runs.layout import METRICS
 
 _CHECKSUM = "crc32"
@@ -45,8 +44,7 @@ def read_lines(path: str | Path) -> list[Line]:
         return []
     with prefixed(f"{path}: "), open_regular(path) as file:
         *lines, _ = file.read().split(b"\n")
-    has_checksums = any(_BEFORE_CHECKSUM in line for line in lines)
-    return [_parse(number, line, has_checksums) for number, line in enumerate(lines, start=1)]
+    return [_parse(number, line) for number, line in enumerate(lines, start=1)]
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
@@ -59,15 +57,18 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _parse(number: int, line: bytes, has_checksum: bool) -> Line:
-    checked = line if has_checksum else _with_checksum(line)
-    content, _, _ = checked.rpartition(_BEFORE_CHECKSUM)
+class _Row(TypedDict):
+    step: Count
+    split: str
+
+
+def _parse(number: int, line: bytes) -> Line:
+    content, _, _ = line.rpartition(_BEFORE_CHECKSUM)
     values = None
-    if checked == _with_checksum(content + b"}"):
+    if line == _with_checksum(content + b"}"):
         with contextlib.suppress(UserError):
-            values = parse_json(content + b"}", METRICS)
-    is_whole = isinstance(values, dict) and {"step", "split"} <= values.keys()
-    return Line(number, checked.decode(errors="replace"), values if is_whole else None)
+            values = parse_json(content + b"}", METRICS, _Row)
+    return Line(number, line.decode(errors="replace"), values)
 
 
 def _with_checksum(line: bytes) -> bytes:

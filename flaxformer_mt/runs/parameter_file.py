@@ -8,7 +8,7 @@ another toolkit's file had and our model has no use for.
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import safetensors
@@ -49,7 +49,7 @@ def read(path: Path) -> ParameterFile:
     if metadata.get("format") != FORMAT:
         raise UserError("its metadata holds no configuration")
     with refusing_damaged_metadata():
-        values = parse_json(metadata["config"], "its metadata")
+        values = parse_json(metadata["config"], "its metadata", dict[str, Any])
         config = from_dict(values, TransformerConfig)
     return ParameterFile(config, tensors, metadata)
 

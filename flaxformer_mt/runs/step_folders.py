@@ -12,13 +12,14 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 
 from flaxformer_mt.config import ValidationMetric
 from flaxformer_mt.distributed import BARRIER_SECONDS
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.input_files import Finite, read_json
 from flaxformer_mt.runs import atomic, layout
 from flaxformer_mt.runs.layout import CheckpointSelector
 from flaxformer_mt.runs.manifest import damage, entries, write_manifest
@@ -207,7 +208,7 @@ def _left_hashes(partial: Path, processes: int) -> dict[str, Any]:
             if time.monotonic() > end:
                 raise UserError(f"process {process} has not written {path}")
             time.sleep(0.02)
-        known |= json.loads(path.read_text(encoding="utf-8"))
+        known |= read_json(path, dict[str, Any])
     return known
 
 
@@ -227,17 +228,43 @@ def commit(folder: Path, partial: Path, record: Mapping[str, Any], processes: in
 
 
 def make_record(
-    best_metric: str, metrics: Mapping[str, Any], progress: Mapping[str, Any], run_id: str | None
+    best_metric: str,
+    metrics: Mapping[str, Any],
+    progress: Mapping[str, Any],
+    run_id: str | None,
+    identity: Mapping[str, Any] = {},
 ) -> dict[str, Any]:
-    """Returns the content of `progress.json`, for the metrics of a validation if there was one."""
+    """Returns the content of `progress.json`.
+
+    Args:
+      best_metric: the metric that ranks checkpoints.
+      metrics: of the validation, if there was one.
+      progress: the position in the data, or the progress of a run.
+      run_id: of `data.json`, or None.
+      identity: of the state and its optimizer; `identity.py`.
+    """
     value = metrics.get(best_metric, math.nan)
     metrics = {best_metric: value} if math.isfinite(value) else {}
-    return {"best_metric": best_metric, "metrics": metrics, "progress": progress, "run": run_id}
+    return {
+        "best_metric": best_metric,
+        "metrics": metrics,
+        "progress": progress,
+        "run": run_id,
+        "identity": {**identity},
+    }
+
+
+class _Record(TypedDict):
+    best_metric: str
+    metrics: dict[str, Finite]
+    progress: Any
+    run: str | None
+    identity: dict[str, Any]
 
 
 def read_record(path: Path) -> dict[str, Any]:
     """Returns the content of `progress.json` of an intact checkpoint."""
-    return json.loads((path / layout.PROGRESS).read_bytes())
+    return read_json(path / layout.PROGRESS, _Record)
 
 
 def ranking_score(metric: str, metrics: Mapping[str, Any]) -> float:

@@ -103,11 +103,6 @@ def test_reports_describe_the_pairs_that_fit_into_rows():
     assert str(cut).startswith("980 of 1,000 pairs kept (20 empty side dropped, 30 truncated); ")
 
 
-@pytest.mark.parametrize("report", [REPORT, dataclasses.replace(REPORT, sources=None)])
-def test_a_report_round_trips_through_a_dict(report):
-    assert CorpusReport.from_dict(dataclasses.asdict(report)) == report
-
-
 def test_special_ids_must_match_the_tokenizer():
     with pytest.raises(UserError, match=r"model\.pad_id=5, but the tokenizer has pad_id=0"):
         encode_corpus(CORPUS, TOKENIZERS, TransformerConfig(pad_id=5))

@@ -236,6 +236,14 @@ def test_tmx(tmp_path):
         read(path)
 
 
+@pytest.mark.parametrize("name", ["foo", "utf-7", "shift_jis", "hex", "idna", "a" * 5000])
+def test_tmx_in_an_encoding_that_is_not_read(tmp_path, name):
+    path = tmp_path / "memory.tmx"
+    path.write_text(TMX.replace('"1.0"?>', f'"1.0" encoding="{name}"?>'))
+    with pytest.raises(UserError, match=r"memory\.tmx has an encoding .*: convert it to UTF-8"):
+        read(path)
+
+
 # Malformed rows.
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from flaxformer_mt.config.experiment import groups
 from flaxformer_mt.config.fields import bounds_of
+from flaxformer_mt.runs.manifest import write_manifest
 from fuzz import damage
 from fuzz.core import Case, Outcome
 from fuzz.mutations import mutate_json, python_value, replace_file
@@ -68,12 +69,17 @@ def run_metadata(rng: random.Random, world: World, folder: Path) -> Case:
     )
     text, done, where, new = mutate_json(rng, json.loads((run / name).read_text()))
     replace_file(run / name, text.encode(errors="surrogatepass"))
+    is_forged = "/" in name and rng.random() < 0.5
+    if is_forged:  # Any result may be right.
+        write_manifest((run / name).parent)
     commands = ("translate", "score", "inspect", "average", "convert")
     command = rng.choice(commands) if kind != "store" else "continue"
     if rng.random() < 0.1:
         command = "continue"
 
     def check(outcome: Outcome) -> str:
+        if is_forged:
+            return ""
         problem = field_problem(where, new) if kind == "config.json" else ""
         return problem or damage.difference(command, name, world, run, folder, outcome)
 

@@ -149,6 +149,21 @@ LITERAL_CASES = {
     "an unknown entry of data.json": Literal(
         INSPECT, "data.json", "run/data.json", setting("unknown", 1)
     ),
+    "another format of run folders": Literal(
+        INSPECT, "the run has format 2", "run/data.json", setting("format", 2)
+    ),
+    "a size that is a string in a manifest": Literal(
+        INSPECT, "files[...].bytes: expected an integer", "run/checkpoints/4/manifest.json",
+        setting("files", {"progress.json": {"bytes": "1", "sha256": ""}}),
+    ),
+    "a history that is nested": Literal(
+        INSPECT, "nested too deeply", "run/config.json",
+        setting("history", json.loads("[" * 1000 + "]" * 1000)),
+    ),
+    "a history of another form": Literal(
+        INSPECT, "history[0].step", "run/config.json",
+        setting("history", [{"step": "1", "options": {}, "corpora": {}}]),
+    ),
     "a configuration that is not UTF-8": Literal(
         AVERAGE, "config.json", "run/config.json", bit(1000, 7)
     ),

@@ -10,7 +10,14 @@ from typing import Any
 
 DEEP = "[" * 100_000 + "]" * 100_000
 LONG_NUMBER = "9" * 5_000
-RAW = {"deep": DEEP, "long": LONG_NUMBER, "nan": "NaN", "inf": "Infinity", "minus": "-Infinity"}
+RAW = {
+    "deep": DEEP,
+    "thousand": "[" * 1000 + "]" * 1000,
+    "long": LONG_NUMBER,
+    "nan": "NaN",
+    "inf": "Infinity",
+    "minus": "-Infinity",
+}
 """JSON texts that Python's `json.dumps` does not write for a usual value."""
 JSON_VALUES = (
     None, True, False, "", "x", "nan", "\x00", [], {}, [1], [[]], {"a": 1}, -1, 0, 1, 3, 2.5, 1e-9,
@@ -28,10 +35,13 @@ NUMBERS = (
 def damage_bytes(rng: random.Random, content: bytes, other: bytes = b"") -> tuple[bytes, str]:
     """Returns damaged content and what was done."""
     ways = ["flip", "flip", "flip", "truncate", "empty", "append", "zero", "delete byte", "other"]
-    way = rng.choice(ways)
+    way = rng.choice([*ways, "encode"])
     if not content or way == "append":
         extra = rng.randbytes(rng.choice((1, 8, 300)))
         return content + extra, f"append {extra[:20].hex()}"
+    if way == "encode":
+        codec = rng.choice(("utf-7", "utf-8-sig", "utf-16", "utf-32", "cp037"))
+        return content.decode(errors="replace").encode(codec, "replace"), f"encode in {codec}"
     place = rng.randrange(len(content))
     if way == "flip":
         bit = rng.randrange(8)
@@ -100,13 +110,16 @@ def mutate_json(rng: random.Random, value: Any) -> tuple[str, str, tuple[Any, ..
     for key in where[:-1]:
         parent = parent[key]
     new: Any = None
-    match rng.choice(("replace",) * 7 + ("delete", "rename", "add")):
+    match rng.choice(("replace",) * 7 + ("delete", "rename", "add", "duplicate")):
         case "replace":
             new = parent[where[-1]] = rng.choice(JSON_VALUES)
             done = f"{where} = {new!r}"
         case "delete":
             del parent[where[-1]]
             done = f"delete {where}"
+        case "duplicate" if isinstance(parent, dict):
+            key = f"{json.dumps(where[-1])}:"
+            return json_text(value).replace(key, f"{key} 0, {key}", 1), f"two {where}", where, None
         case "rename" if isinstance(parent, dict):
             parent[f"{where[-1]}x"] = parent.pop(where[-1])
             done = f"rename {where}"

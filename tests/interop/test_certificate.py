@@ -1,6 +1,7 @@
 """Every export has a certificate of what it computes, which can be checked anywhere."""
 
 import json
+import re
 import shutil
 
 import numpy as np
@@ -143,11 +144,55 @@ def test_a_certificate_of_something_else(exports, tmp_path, changes, capsys):
     assert "Traceback" not in text
 
 
+ENTRY = {"bytes": 1, "sha256": "0"}
+CERTIFICATE = {
+    "family": "marian",
+    "source": {"name": "run", "parameters_sha256": "0"},
+    "files": {"model.safetensors": ENTRY},
+    "settings": {},
+    "tokens": {"source": [[1]], "target_input": [[1]], "target_output": [[1]]},
+    "log_probabilities": [[-1.0]],
+    "sites": [{"relative": 0.0}],
+}
+DEEP = json.loads("[" * 1000 + "]" * 1000)
+
+
 @pytest.mark.parametrize(
-    "content",
-    ["[]", "{}", "no json", '{"family": 3, "settings": 3, "files": [], "tokens": 3}'],
+    ("changes", "reason"),
+    [
+        ({"family": 3}, "family: expected a string"),
+        ({"source": {"name": None, "parameters_sha256": ""}}, "source.name: expected a string"),
+        ({"files": []}, "files: expected an object"),
+        ({"files": {}}, "files: expected an object of length >= 1"),
+        ({"files": {"a": ENTRY | {"bytes": "1"}}}, "files[...].bytes: expected an integer"),
+        ({"files": {"a": ENTRY | {"bytes": True}}}, "files[...].bytes: expected an integer"),
+        ({"files": {"a": ENTRY | {"bytes": -1}}}, "files[...].bytes: expected an integer >= 0"),
+        ({"files": {"a": ENTRY | {"bytes": 10**30}}}, "files[...].bytes: expected an integer <="),
+        ({"settings": [1]}, "settings: expected an object"),
+        ({"settings": {"num_heads": DEEP}}, "nested too deeply"),
+        ({"tokens": {}}, "tokens: there is no field source"),
+        ({"tokens": CERTIFICATE["tokens"] | {"source": []}}, "tokens.source: expected a list of"),
+        ({"tokens": CERTIFICATE["tokens"] | {"source": [[1.5]]}}, "tokens.source[0][0]: expected"),
+        ({"log_probabilities": [[float("nan")]]}, "[0][0]: expected a number that is finite"),
+        ({"log_probabilities": [[float("inf")]]}, "[0][0]: expected a number that is finite"),
+        ({"sites": []}, "sites: expected a list of length >= 1"),
+        ({"sites": [{"relative": "0"}]}, "sites[0].relative: expected a number"),
+    ],
 )
-def test_a_damaged_certificate(tmp_path, content):
-    (tmp_path / "parity.json").write_text(content)
-    with pytest.raises(UserError, match=r"parity\.json"):
+def test_a_damaged_certificate_names_the_member(tmp_path, changes, reason):
+    path = tmp_path / "parity.json"
+    path.write_text(json.dumps(CERTIFICATE | changes))
+    with pytest.raises(UserError, match=re.escape(reason)) as caught:
         certificate.verify(tmp_path)
+    assert str(caught.value).startswith(f"{path} is damaged: ")
+
+
+def test_the_limit_of_the_tolerance_is_not_in_the_certificate(exports, tmp_path, capsys):
+    copy = tmp_path / exports["safetensors"].name
+    shutil.copy(exports["safetensors"], copy)
+    content = json.loads(certificate.path_of(exports["safetensors"]).read_text())
+    content["log_probabilities"][0][0] *= 1.5
+    content["sites"][0]["relative"] = 1.0
+    certificate.path_of(copy).write_text(json.dumps(content))
+    assert main(["parity", "--verify", str(copy)]) == 1
+    assert "the tolerance is 1.0e-03" in capsys.readouterr().out

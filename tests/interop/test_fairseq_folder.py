@@ -115,7 +115,11 @@ def folder(tmp_path):
         params = jax.jit(fmt.init, static_argnums=0)(config, jax.random.key(0))
         save("fairseq", config, params, tmp_path / "bare.pt")
         args = argparse.Namespace(
-            encoder_attention_heads=2, decoder_attention_heads=2, source_lang="en", target_lang="de"
+            task="translation",
+            encoder_attention_heads=2,
+            decoder_attention_heads=2,
+            source_lang="en",
+            target_lang="de",
         )
         weights = torch.load(tmp_path / "bare.pt")
         torch.save({"model": weights, "args": args}, folder / "checkpoint_best.pt")

@@ -35,7 +35,6 @@ def make_run(folder, with_ema=False, losses=((1, 3.0), (2, 1.0), (3, 2.0), (4, N
             metrics = {"loss": loss} if loss else None
             checkpointer.save(step, make_state(step, with_ema), metrics=metrics)
     (folder / "config.json").write_text("{}")
-    (folder / "data.json").write_text("{}")
     (folder / "tokenizer").mkdir()
     (folder / "tokenizer" / "source.model").write_text("pieces")
     return folder
@@ -67,7 +66,7 @@ def test_the_mean_of_the_right_checkpoints(run, which, count, steps):
     chex.assert_trees_all_equal(params, mean(*(make_state(step).params for step in steps)))
     chex.assert_trees_all_equal_dtypes(params, make_state(1).params)
     assert {path.name for path in output.iterdir()} == {
-        "checkpoints", "config.json", "data.json", "tokenizer",
+        "checkpoints", "config.json", "tokenizer",
     }  # fmt: skip
     assert (output / "tokenizer" / "source.model").read_text() == "pieces"
 

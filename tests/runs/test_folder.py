@@ -91,7 +91,7 @@ def test_another_vocabulary(workdir):
 
 def test_damaged_fingerprints(workdir):
     (workdir / "data.json").write_text(json.dumps({})[:1])
-    with pytest.raises(UserError, match=r"data\.json cannot be read"):
+    with pytest.raises(UserError, match=r"data\.json is damaged"):
         check_corpora(workdir, corpora())
 
 
@@ -236,11 +236,11 @@ def test_a_flipped_bit_in_the_vocabulary_is_named(begun, tmp_path):
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
     message = rf"tokenizer/{path.name} differs .* is not the vocabulary that the run was"
-    for read in (read_tokenizers, check_vocabulary):
-        with pytest.raises(UserError, match=message):
-            read(begun)
     with pytest.raises(UserError, match=message):
-        check_vocabulary(begun / "tokenizer")
+        read_tokenizers(begun)
+    for given in (begun, begun / "tokenizer", path, f"other.model,{path}"):
+        with pytest.raises(UserError, match=message):
+            check_vocabulary(str(given))
     with pytest.raises(UserError, match=message):
         average_run(begun, tmp_path / "average", 1, "last")
 
@@ -274,6 +274,28 @@ def test_data_json_cannot_be_replaced(begun, tmp_path, tokenizers, change):
         message = r"data\.json of the run that wrote .*checkpoints/1 is missing: restore it"
     with pytest.raises(UserError, match=message):
         restore_params(begun)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"format": 2}, "the run has format 2, and this version of flaxformer_mt reads format 1"),
+        ({"format": "1"}, "the run has format '1', and this version"),
+        ({"format": None}, "the run has format None, and this version"),
+        ({"sha256": 3}, "sha256: expected a string, got an integer"),
+        (
+            {"files": {"a": {"bytes": "3", "sha256": ""}}},
+            r"files\[...\].bytes: expected an integer",
+        ),
+        ({"train": "0123"}, "train: expected a list, got a string"),
+        ({"unknown": 1}, "its checksum is that of other content"),
+    ],
+)
+def test_other_content_of_data_json_is_named(workdir, changes, reason):
+    path = workdir / "data.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(UserError, match=rf"data\.json.*{reason}"):
+        read_config(workdir)
 
 
 def test_a_converted_model_is_checked_as_well(tmp_path, tokenizers):

@@ -26,7 +26,7 @@ def test_one_process(tmp_path, capsys):
     folder = tmp_path / "runs" / "mine"
     assert main(["doctor", "--workdir", str(folder), "--megabytes", "1"]) == 0
     assert subjects(capsys.readouterr().out) == dict.fromkeys(EVERYTHING, "ok")
-    assert not folder.exists()
+    assert not folder.parent.exists()
 
 
 def run_two(folders):
@@ -42,7 +42,7 @@ def run_two(folders):
         )
         for number, folder in enumerate(folders)
     ]  # fmt: skip
-    outputs = [process.communicate(timeout=300) for process in processes]
+    outputs = [process.communicate() for process in processes]
     return outputs, [process.returncode for process in processes]
 
 

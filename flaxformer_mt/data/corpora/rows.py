@@ -4,7 +4,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 from flaxformer_mt.errors import UserError
 
@@ -99,16 +99,6 @@ class Dropped:
     """The first of them: its place and its two sides, shortened."""
     more: tuple[str, ...] = ()
     """Places of the next ones, of malformed rows."""
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "Dropped":
-        """Inverts `dataclasses.asdict`, also of values that were stored as JSON."""
-        return cls(**{**values, "more": tuple(values["more"])})
-
-    @classmethod
-    def by_reason(cls, values: Mapping[str, Any]) -> "dict[str, Dropped]":
-        """Inverts `dataclasses.asdict` of those of each reason."""
-        return {reason: cls.from_dict(each) for reason, each in values.items()}
 
     def __add__(self, later: "Dropped") -> "Dropped":
         more = (*self.more, later.example, *later.more)[: _LISTED - 1]

@@ -120,11 +120,6 @@ def add(shared: Shared, later: Shared) -> None:
             shared[held] = kind, example
 
 
-def from_json(values: Iterable[tuple[int, tuple[int, str]]]) -> Shared:
-    """Inverts `[*shared.items()]`, also of values that were stored as JSON."""
-    return {held: (kind, example) for held, (kind, example) in values}
-
-
 def shown(source: str, target: str) -> str:
     """Returns the beginnings of the sides of a pair, for a message."""
     return f"{shortened(source)} | {shortened(target)}" if source else shortened(target)

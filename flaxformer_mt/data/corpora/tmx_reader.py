@@ -31,6 +31,10 @@ def stream_rows(path: Path, languages: tuple[str, str]) -> Iterator[tuple[int, l
             units.parser.Parse(b"", True)
         except xml.parsers.expat.ExpatError as error:
             raise UserError(f"{path} is not TMX: {error}") from error
+        except (LookupError, ValueError) as error:  # From Python, which expat asks for encodings.
+            raise UserError(
+                f"{path} has an encoding that is not read ({error}): convert it to UTF-8"
+            ) from error
     if not found:
         raise UserError(
             f"{path} has no translation unit in {' and '.join(languages)}, only in "

@@ -105,19 +105,6 @@ class CorpusReport:
     targets: SideReport
     truncated: int = 0
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "CorpusReport":
-        """Inverts `dataclasses.asdict`."""
-        sources, targets, dropped = values["sources"], values["targets"], values["dropped"]
-        return cls(
-            **{
-                **values,
-                "dropped": Dropped.by_reason(dropped),
-                "sources": sources and SideReport(**sources),
-                "targets": SideReport(**targets),
-            }
-        )
-
     @property
     def kept(self) -> int:
         """Number of pairs that were not dropped."""

@@ -7,16 +7,16 @@ parts, which a process knows that has come to the end of the corpus. Duplicates 
 parts are joined, because they depend on all of them.
 """
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
 from flaxformer_mt.config import ExperimentConfig
-from flaxformer_mt.data.corpora import shared_text
 from flaxformer_mt.data.corpora.corpus import Chunk, Corpus, SentencePair
 from flaxformer_mt.data.corpora.entities import EntityCounter
 from flaxformer_mt.data.corpora.filters import PairFilter, pair_hash
@@ -27,11 +27,13 @@ from flaxformer_mt.data.stream.encoded_corpus import EncodedPairs, encode_pairs
 from flaxformer_mt.data.stream.links import Unlinked
 from flaxformer_mt.data.stream.packing import Sentences, TokenPairs
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.input_files import Count, read_json
 from flaxformer_mt.runs import atomic
 
 ROWS = 20_000
 _HASHES_AT_ONCE = 2**23
-_ARRAYS, _VALUES, _END = "arrays.npz", "part.json", "end.json"
+_ARRAYS, _VALUES_FILE, _END_FILE = "arrays.npz", "part.json", "end.json"
 _HASHES, _ORDER = "hashes.npy", "order.npy"
 """Sorted hashes of the pairs, and the index of each; none if duplicates are kept."""
 
@@ -67,6 +69,29 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True)
+class _Values:
+    """What is recorded of a part beside its arrays."""
+
+    origin: str
+    files: Sequence[tuple[int, str]]
+    dropped: Mapping[str, Dropped]
+    entities: EntityCounter
+    malformed: Mapping[str, Dropped]
+    shared: list[tuple[int, tuple[int, str]]]
+    unknown_examples: tuple[str, str]
+    unlinked: Unlinked
+
+
+@dataclasses.dataclass(frozen=True)
+class _End:
+    origin: str
+    parts: Count
+
+
+_Recorded = TypeVar("_Recorded", _Values, _End)
+
+
+@dataclasses.dataclass(frozen=True)
 class Parts:
     """The parts of a store that have an origin, in a folder.
 
@@ -93,7 +118,7 @@ class Parts:
           UserError: the corpus or a part of it cannot be read, or the folder cannot be written.
         """
         end = self._end()
-        if end is not None and all(map(self._has, range(first, end["parts"], step))):
+        if end is not None and all(map(self._has, range(first, end.parts, step))):
             return
         chunks = corpus.chunks(
             ROWS, lambda number: number % step == first and not self._has(number)
@@ -104,7 +129,7 @@ class Parts:
             if chunk is not None:
                 self._write(count - 1, *_made(chunk, corpus, tokenizers, config, held_out))
         values = {"origin": self.origin, "parts": count}
-        atomic.write_text(self.folder / _END, json.dumps(values))
+        atomic.write_text(self.folder / _END_FILE, json.dumps(values))
 
     def pairs_within(self, low: int, high: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yields the hashes of pairs in a range that includes its ends, and which pairs they are.
@@ -114,7 +139,7 @@ class Parts:
         """
         limits = np.array([low, high], np.uint64)
         before = 0
-        for number in range(self._all()["parts"]):
+        for number in range(self._all().parts):
             path = self._path(number)
             hashes, order = (np.load(path / name, mmap_mode="r") for name in (_HASHES, _ORDER))
             first = int(hashes.searchsorted(limits[0]))
@@ -126,45 +151,47 @@ class Parts:
         """Returns the number of pairs with hashes in all parts."""
         return sum(
             len(np.load(self._path(number) / _HASHES, mmap_mode="r"))
-            for number in range(self._all()["parts"])
+            for number in range(self._all().parts)
         )
 
     def __iter__(self) -> Iterator[Part]:
         """Reads the parts of a corpus that is read completely, in order."""
-        for number in range(self._all()["parts"]):
+        for number in range(self._all().parts):
             yield self._read(number)
 
-    def _all(self) -> dict[str, Any]:
+    def _all(self) -> _End:
         end = self._end()
         assert end is not None, "the corpus was not read completely"
         return end
 
-    def _end(self) -> dict[str, Any] | None:
-        return self._of_origin(self.folder / _END)
+    def _end(self) -> _End | None:
+        return self._of_origin(self.folder / _END_FILE, _End)
 
     def _has(self, number: int) -> bool:
-        return self._of_origin(self._path(number) / _VALUES) is not None
+        return self._of_origin(self._path(number) / _VALUES_FILE, _Values) is not None
 
-    def _of_origin(self, path: Path) -> dict[str, Any] | None:
+    def _of_origin(self, path: Path, kind: type[_Recorded]) -> _Recorded | None:
         if not path.is_file():
             return None
-        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return values if values["origin"] == self.origin else None
+        with contextlib.suppress(UserError):  # What is damaged is made again.
+            values: _Recorded = read_json(path, kind)
+            return values if values.origin == self.origin else None
+        return None
 
     def _path(self, number: int) -> Path:
         return self.folder / f"{number:06}"
 
     def _write(self, number: int, part: Part, hashes: np.ndarray) -> None:
-        values = {
-            "origin": self.origin,
-            "files": part.files,
-            "dropped": part.dropped,
-            "malformed": part.malformed,
-            "shared": [*part.shared.items()],
-            "unknown_examples": part.pairs.unknown_examples,
-            "unlinked": part.pairs.unlinked,
-            "entities": [part.entities.count, part.entities.places],
-        }
+        values = _Values(
+            self.origin,
+            part.files,
+            part.dropped,
+            part.entities,
+            part.malformed,
+            [*part.shared.items()],
+            part.pairs.unknown_examples,
+            part.pairs.unlinked,
+        )
         arrays = {"numbers": part.numbers}
         order = np.argsort(hashes, kind="stable").astype(np.int32)
         for name, sentences in vars(part.pairs.tokens).items():
@@ -174,11 +201,11 @@ class Parts:
             np.savez(folder / _ARRAYS, allow_pickle=False, **arrays)
             np.save(folder / _HASHES, hashes[order])
             np.save(folder / _ORDER, order)
-            text = json.dumps(values, default=dataclasses.asdict)
-            (folder / _VALUES).write_text(text, encoding="utf-8")
+            text = json.dumps(dataclasses.asdict(values))
+            (folder / _VALUES_FILE).write_text(text, encoding="utf-8")
 
     def _read(self, number: int) -> Part:
-        values = self._of_origin(self._path(number) / _VALUES)
+        values = self._of_origin(self._path(number) / _VALUES_FILE, _Values)
         assert values is not None
         with np.load(self._path(number) / _ARRAYS) as file:
             arrays = dict(file)
@@ -188,17 +215,14 @@ class Parts:
             if f"{field.name}.tokens" in arrays
         }
         tokens = TokenPairs(sides.pop("sources", None), sides.pop("targets"), **sides)
-        pairs = EncodedPairs(
-            tokens, tuple(values["unknown_examples"]), Unlinked(*values["unlinked"])
-        )
         return Part(
-            pairs,
+            EncodedPairs(tokens, values.unknown_examples, values.unlinked),
             arrays["numbers"],
-            [(index, path) for index, path in values["files"]],
-            Dropped.by_reason(values["dropped"]),
-            EntityCounter(*values["entities"]),
-            Dropped.by_reason(values["malformed"]),
-            shared_text.from_json(values["shared"]),
+            values.files,
+            values.dropped,
+            values.entities,
+            values.malformed,
+            dict(values.shared),
         )
 
 

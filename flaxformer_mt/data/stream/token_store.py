@@ -50,6 +50,7 @@ from flaxformer_mt.data.stream.packing import Sentences
 from flaxformer_mt.data.stream.store_parts import Part, Parts, first_occurrences
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.input_files import MAX_MODEL_BYTES, parse_json, read_bytes
 from flaxformer_mt.runs import atomic
 from flaxformer_mt.runs.layout import MANIFEST
 from flaxformer_mt.runs.manifest import damage, write_manifest
@@ -178,6 +179,17 @@ def _is_store(folder: Path) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
+class _Description:
+    """The content of `store.json`."""
+
+    origin: dict[str, Any]
+    files: list[str]
+    report: CorpusReport
+    places: list[tuple[int, str]]
+    shared: dict[str, list[tuple[int, tuple[int, str]]]]
+
+
+@dataclasses.dataclass(frozen=True)
 class _Store:
     """The store of the last of some corpora, in a folder that is locked."""
 
@@ -214,20 +226,17 @@ class _Store:
         description = self._description()
         sides: dict[str, Any] = {"sources": None}
         for side, name in _ARRAYS.items():
-            if name in description["files"]:
+            if name in description.files:
                 path = self.folder / name
                 offsets = _map(path.with_suffix(".offsets"), np.int64)
                 sides[side] = Sentences(_map(path, self.dtype(side)), offsets)
         return EncodedCorpus(
             **sides,
             name=self.corpus.name,
-            report=CorpusReport.from_dict(description["report"]),
+            report=description.report,
             weight=self.corpus.weight,
-            places=Places(_map(self.folder / "place.numbers", np.int64), description["places"]),
-            shared={
-                text: shared_text.from_json(shared)
-                for text, shared in description.get("shared", {}).items()
-            },
+            places=Places(_map(self.folder / "place.numbers", np.int64), description.places),
+            shared={text: dict(shared) for text, shared in description.shared.items()},
         )
 
     def origin(self) -> _Origin:
@@ -251,8 +260,11 @@ class _Store:
         """Returns whether a store is complete and has this origin; otherwise logs the reason."""
         if not self.folder.exists():
             return False
-        damaged = damage(self.folder, "store") if verify else ""
-        reason = damaged or _changes(self._description()["origin"], origin)
+        reason = damage(self.folder, "store") if verify else ""
+        try:
+            reason = reason or _changes(self._description().origin, origin)
+        except UserError as error:
+            reason = str(error)
         if reason:
             _log.warning(
                 "%s is filtered and tokenized again: in %s, %s",
@@ -262,9 +274,9 @@ class _Store:
             )
         return not reason
 
-    def _description(self) -> dict[str, Any]:
-        """Reads `store.json`: {"origin": ..., "files": [...], "report": ..., "places": ...}."""
-        return json.loads((self.folder / "store.json").read_text(encoding="utf-8"))
+    def _description(self) -> _Description:
+        path = self.folder / "store.json"
+        return parse_json(read_bytes(path, MAX_MODEL_BYTES), str(path), _Description)
 
     def parts(self, origin: _Origin) -> Parts:
         """The parts that the store is made of."""

@@ -14,12 +14,14 @@ import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Required, TypeAlias, TypedDict
+
+import msgspec
 
 from flaxformer_mt.config.fields import MAX_VOCABULARY
 from flaxformer_mt.data.tokenizers.base import Tokenizer
 from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE, TextSampler, open_model
-from flaxformer_mt.errors import UserError
+from flaxformer_mt.errors import UserError, prefixed
 from flaxformer_mt.input_files import parse_json
 
 VOCABULARY_FILE, TARGET_VOCABULARY_FILE = "vocab.json", "target_vocab.json"
@@ -52,6 +54,38 @@ CLEANED = (
     (" 'm", "'m"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"),
 )  # fmt: skip
 """What `clean_up_tokenization_spaces` replaces in a decoded text, in this order."""
+
+Id: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=MAX_VOCABULARY)]
+"""In schemas: of a token."""
+Vocabulary: TypeAlias = Annotated[dict[str, Id], msgspec.Meta(min_length=1)]
+"""The schema of `vocab.json`."""
+
+
+class _Token(TypedDict, total=False):
+    content: Required[str]
+    lstrip: bool
+    rstrip: bool
+    single_word: bool
+
+
+class TokenizerConfig(TypedDict, total=False):
+    """The schema of what is read of `tokenizer_config.json`."""
+
+    tokenizer_class: str | None
+    source_lang: str | None
+    target_lang: str | None
+    src_lang: str | None
+    tgt_lang: str | None
+    language_codes: str
+    separate_vocabs: bool | None
+    clean_up_tokenization_spaces: bool | None
+    split_special_tokens: bool | None
+    legacy_behaviour: bool | None
+    sp_model_kwargs: dict[str, Any] | None
+    added_tokens_decoder: dict[Annotated[str, msgspec.Meta(pattern="^-?[0-9]{1,9}$")], _Token]
+    extra_special_tokens: list[str | _Token] | dict[str, str | _Token] | None
+    additional_special_tokens: list[str | _Token] | None
+
 
 TokenizerFiles = Mapping[str, bytes]
 """The contents of the tokenizer files that exist, by name."""
@@ -229,23 +263,16 @@ class _Settings:
 
     @classmethod
     def read(cls, files: TokenizerFiles, folder: str) -> "_Settings":
-        values = dict(_DEFAULTS) | read_object(files, TOKENIZER_CONFIG, folder)
-        try:
-            if "added_tokens_decoder" in values:
-                own = {
-                    int(id): _AddedToken.of(token)
-                    for id, token in values["added_tokens_decoder"].items()
-                }
-            else:
-                values |= read_object(files, "special_tokens_map.json", folder)
-                added = read_object(files, ADDED_TOKENS, folder)
-                own = {id: _AddedToken(token) for token, id in added.items()}
+        values = dict(_DEFAULTS) | read_object(files, TOKENIZER_CONFIG, folder, TokenizerConfig)
+        by_id, by_name = values.get("added_tokens_decoder"), {}
+        if by_id is None:
+            values |= read_object(files, "special_tokens_map.json", folder, TokenizerConfig)
+            by_name = read_object(files, ADDED_TOKENS, folder, dict[str, Id])
+        with prefixed(f"{Path(folder, TOKENIZER_CONFIG)}: "):
+            own = {id: _AddedToken(token) for token, id in by_name.items()}
+            own |= {int(id): _AddedToken.of(token) for id, token in (by_id or {}).items()}
             settings = cls(values, own)
             settings.check()
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{Path(folder, TOKENIZER_CONFIG)} is damaged: {error!r}") from error
-        except UserError as error:
-            raise UserError(f"{Path(folder, TOKENIZER_CONFIG)}: {error}") from error
         return settings
 
     @functools.cached_property
@@ -269,8 +296,8 @@ class _Settings:
             if not token:
                 raise UserError("a special token is empty")
         for id in self.own_ids:
-            if not _is_id(id):
-                raise UserError(f"the id of an added token is {id!r}")
+            if not 0 <= id < MAX_VOCABULARY:
+                raise UserError(f"the id of an added token is {id}")
         if len(self.special) + len(self.own_ids) > MAX_ADDED_TOKENS:
             raise UserError(f"it has more than {MAX_ADDED_TOKENS} added tokens")
 
@@ -321,24 +348,17 @@ def require(files: TokenizerFiles, names: Sequence[str], folder: str) -> None:
             raise UserError(f"the tokenizer {Path(folder, name)} is missing")
 
 
-def read_object(files: TokenizerFiles, name: str, folder: str) -> dict[str, Any]:
-    """Parses a JSON object; a missing file gives an empty one."""
-    path = Path(folder, name)
-    values = parse_json(files.get(name, b"{}"), str(path))
-    if not isinstance(values, dict):
-        raise UserError(f"{path} is damaged: not a JSON object")
-    return values
+def read_object(
+    files: TokenizerFiles, name: str, folder: str, kind: Any = dict[str, Any]
+) -> dict[str, Any]:
+    """Parses a JSON object of a kind; a missing file gives an empty one."""
+    return parse_json(files.get(name, b"{}"), str(Path(folder, name)), kind)
 
 
 def _read_vocabulary(files: TokenizerFiles, name: str, folder: str) -> dict[str, int]:
     if name not in files:
         raise UserError(f"the vocabulary {Path(folder, name)} is missing")
-    vocabulary = read_object(files, name, folder)
-    if not vocabulary or not all(map(_is_id, vocabulary.values())):
-        raise UserError(
-            f"{Path(folder, name)} is damaged: it does not map every piece to an id from 0 to "
-            f"{MAX_VOCABULARY - 1}"
-        )
+    vocabulary = read_object(files, name, folder, Vocabulary)
     pieces: dict[int, str] = {}
     for piece, id in vocabulary.items():
         if pieces.setdefault(id, piece) != piece:
@@ -347,7 +367,3 @@ def _read_vocabulary(files: TokenizerFiles, name: str, folder: str) -> dict[str,
                 f"{id}"
             )
     return vocabulary
-
-
-def _is_id(value: Any) -> bool:
-    return type(value) is int and 0 <= value < MAX_VOCABULARY

@@ -32,6 +32,14 @@ _FIELDS_OF_OPTIONS = {
     "attention_dropout": "attention_dropout_rate",
     "activation_dropout": "activation_dropout_rate",
 }
+_KINDS: dict[str, Any] = {
+    "decoder_attention_heads": int,
+    "relu_dropout": float,
+    "encoder_normalize_before": bool,
+    "decoder_normalize_before": bool,
+    "no_token_positional_embeddings": bool,
+    "no_scale_embedding": bool,
+}
 _ACTIVATIONS = {
     "relu": "relu",
     "gelu": "gelu",
@@ -98,6 +106,7 @@ def _options(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     tensors, options = checkpoint.tensors, _options(checkpoint.settings)
+    family.check_kinds(options, _KINDS)
     check_equal_heads(options)
     family.check_supported(options, _SUPPORTED)
     has_final_norm = checkpoint.has_any(".layer_norm.weight")

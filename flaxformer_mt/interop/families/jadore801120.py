@@ -41,10 +41,17 @@ _FIELDS_OF_SETTINGS = {
     "dropout": "dropout_rate",
     "src_pad_idx": "pad_id",
 }
+_KINDS: dict[str, Any] = {
+    "trg_pad_idx": int,
+    "proj_share_weight": bool,
+    "embs_share_weight": bool,
+    "scale_emb_or_prj": str,
+}
 
 
 def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     settings = checkpoint.settings
+    family.check_kinds(settings, _KINDS)
     fields: dict[str, Any] = family.guess_tying(checkpoint, SOURCE, TARGET, OUTPUT)
     fields |= family.fields_of_settings(settings, _FIELDS_OF_SETTINGS)
     if fields.get("pad_id") == 1:  # Its vocabularies begin with <unk>, <blank>, <s>, </s>.

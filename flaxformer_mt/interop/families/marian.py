@@ -65,6 +65,7 @@ def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
 
 def fields_of_config(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the configuration fields that `config.json` has."""
+    family.check_kinds(settings, {"decoder_attention_heads": int})
     fairseq.check_equal_heads(settings)
     return {
         **family.fields_of_settings(settings, FIELDS_OF_SETTINGS),

@@ -51,6 +51,9 @@ _SUPPORTED: dict[str, tuple[Any, ...]] = {
     "ulr": (False,),
 }
 """The supported values of options, the default first. Options not listed here do not matter."""
+_KINDS = dict.fromkeys(
+    ("tied-embeddings", "tied-embeddings-all", "tied-embeddings-src", "output-omit-bias"), bool
+)
 _RECURRENT = {"dec-cell": ("ssru",), "layer-normalization": (False,)}
 """The same for recurrent decoders only."""
 _NORMS = {("", "an"): "post", ("n", "a"): "pre"}
@@ -145,6 +148,7 @@ def _sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
 
 def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     options = checkpoint.settings
+    family.check_kinds(options, _KINDS)
     family.check_supported(options, _SUPPORTED, _spelled)
     is_recurrent = options.get("transformer-decoder-autoreg") == "rnn"
     if is_recurrent:

@@ -45,10 +45,17 @@ LAYERS = Layers(
 _FIELDS_OF_OPTIONS = {"heads": "num_heads", "norm_eps": "norm_epsilon"}
 _SUPPORTED = {"parallel_residual": (False, None), "sliding_window": (0, None)}
 _DROPOUT_OPTIONS = {"dropout": "dropout_rate", "attention_dropout": "attention_dropout_rate"}
+_KINDS: dict[str, Any] = {
+    "max_relative_positions": int,
+    "rotary_dim": int,
+    "rotary_interleave": bool,
+    "rotary_theta": float,
+}
 
 
 def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     options = checkpoint.settings
+    family.check_kinds(options, _KINDS)
     family.check_supported(options, _SUPPORTED)
     fields: dict[str, Any] = {
         **family.guess_tying(checkpoint, SOURCE, TARGET, OUTPUT),

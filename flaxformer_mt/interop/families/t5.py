@@ -15,7 +15,7 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
 from flaxformer_mt.interop.families.marian import IGNORED
-from flaxformer_mt.interop.weight_maps.family import Family, fields_of_settings
+from flaxformer_mt.interop.weight_maps.family import Family, check_kinds, fields_of_settings
 from flaxformer_mt.interop.weight_maps.layers import Layers, stack_norms
 from flaxformer_mt.interop.weight_maps.rules import TensorRule, same, tied, transposed, unused
 
@@ -34,6 +34,13 @@ FIELDS_OF_SETTINGS = {
     "pad_token_id": "pad_id",
     "eos_token_id": "eos_id",
     "decoder_start_token_id": "bos_id",
+}
+KINDS: dict[str, Any] = {
+    "model_type": str,
+    "dropout_rate": float,
+    "feed_forward_proj": str,
+    "tie_word_embeddings": bool,
+    "scale_decoder_outputs": bool,
 }
 ACTIVATIONS = {
     "relu": "relu",
@@ -90,6 +97,7 @@ def _sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
 
 def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     settings = checkpoint.settings
+    check_kinds(settings, KINDS)
     table = TARGET if TARGET in checkpoint.tensors else SHARED
     has_output = OUTPUT in checkpoint.tensors and not checkpoint.same(OUTPUT, table)
     fields: dict[str, Any] = {

@@ -105,10 +105,11 @@ def log_probabilities(folder: Path, source: np.ndarray, target: np.ndarray) -> n
 
     Both end with the end token. UserError if the folder holds no model.
     """
-    names = {}
+    names: dict[str, list[str]] = {}
     for side in ("source", "target"):
         path = folder / f"{side}_vocabulary.json"
-        names[side] = read_json(path if path.is_file() else folder / "shared_vocabulary.json")
+        path = path if path.is_file() else folder / "shared_vocabulary.json"
+        names[side] = read_json(path, list[str])
     # It adds the start and the end of targets.
     scores = Translator(str(folder)).score_batch(
         [[names["source"][token] for token in row] for row in source],

@@ -19,6 +19,7 @@ from flaxformer_mt.errors import UserError, prefixed
 from flaxformer_mt.input_files import MAX_MODEL_BYTES, read_bytes, read_text
 from flaxformer_mt.interop import checkpoint_files
 from flaxformer_mt.interop.formats.bundle import ModelBundle, experiment
+from flaxformer_mt.interop.weight_maps.family import check_kinds
 from flaxformer_mt.interop.weight_maps.mapping import model_params
 
 _CHECKPOINTS = ("model.pt", "checkpoint_best.pt", "checkpoint_last.pt")
@@ -42,7 +43,10 @@ def read(
     checkpoint = find_checkpoint(folder)
     with prefixed(f"{checkpoint}: "):
         settings = checkpoint_files.read(checkpoint).settings
-    task = {**settings, **settings.get("task", {})}
+        # Older checkpoints have the name of the task there.
+        nested = settings.get("task")
+        task = {**settings, **(nested if isinstance(nested, Mapping) else {})}
+        check_kinds(task, {"source_lang": str, "target_lang": str})
     sides = {"source": task.get("source_lang"), "target": task.get("target_lang")}
     files: dict[str, bytes] = {}
     labels = {}

@@ -6,15 +6,19 @@ padding, which our search never chooses.
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
 from flaxformer_mt.config.decode import SAMPLING_FIELDS
-from flaxformer_mt.config.fields import MAX_VOCABULARY
+from flaxformer_mt.config.fields import MAX_VOCABULARY, type_hints
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer
 from flaxformer_mt.decoding.search.options import forbidden_token_ids
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.input_files import Count
 from flaxformer_mt.interop.formats.search_notes import unsupported_options
+from flaxformer_mt.interop.weight_maps.family import check_kinds
 
 _EARLY_STOPPING: dict[Any, Literal["never", "heuristic", "first"]] = {
     "never": "never",
@@ -32,6 +36,16 @@ _DEFAULTS: dict[str, Any] = {
     "top_k": 50, "top_p": 1.0, "min_p": 0.0, "epsilon_cutoff": 0.0,
     "min_new_tokens": None, "max_new_tokens": None,
 }  # fmt: skip
+_Ids = list[Annotated[int, msgspec.Meta(ge=0, lt=MAX_VOCABULARY)]]
+KINDS: dict[str, Any] = {
+    "early_stopping": bool | Literal["never"],
+    **dict.fromkeys(("min_length", "max_length", "min_new_tokens", "max_new_tokens"), Count),
+    "bad_words_ids": list[_Ids],
+    "suppress_tokens": _Ids,
+    **dict.fromkeys(("eos_token_id", "forced_eos_token_id"), int | list[int]),
+    **dict.fromkeys(("bos_token_id", "pad_token_id", "decoder_start_token_id"), int),
+    "forced_bos_token_id": int | list[int],
+}
 # ... those with a counterpart of the same meaning, ...
 _SAME = {
     "num_beams": "beam_size",
@@ -58,6 +72,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "constraints": (), "force_words_ids": (), "stop_strings": (), "max_time": (),
 }  # fmt: skip
 
+KINDS |= {theirs: type_hints(DecodeConfig)[ours] for theirs, ours in _SAME.items()}
 _FIRST = "forced_bos_token_id"
 
 FIELDS = frozenset({*_DEFAULTS, *_UNSUPPORTED})
@@ -79,24 +94,22 @@ def to_decode(
     Raises:
       UserError: a value is invalid.
     """
+    check_kinds(settings, KINDS, "its generation settings are")
     given = {name: value for name, value in settings.items() if value is not None}
     values = _DEFAULTS | given
     first = _first_token(given.get(_FIRST), target)
-    try:
-        fields: dict[str, Any] = {ours: values[theirs] for theirs, ours in _SAME.items()}
-        fields |= {
-            "length_penalty_kind": "average",
-            "early_stopping": _EARLY_STOPPING[values["early_stopping"]],
-            "force_end": _forces_end(values["forced_eos_token_id"], model),
-            "bad_word_ids": _bad_word_ids(values, model),
-            "first_token": first,
-            **_lengths(values, model),
-        }
-        if not values["do_sample"]:  # `generate` ignores these, too.
-            fields |= {name: getattr(DecodeConfig, name) for name in SAMPLING_FIELDS}
-        decode = DecodeConfig(**fields)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"its generation settings are damaged: {error!r}") from error
+    fields: dict[str, Any] = {ours: values[theirs] for theirs, ours in _SAME.items()}
+    fields |= {
+        "length_penalty_kind": "average",
+        "early_stopping": _EARLY_STOPPING[values["early_stopping"]],
+        "force_end": _forces_end(values["forced_eos_token_id"], model),
+        "bad_word_ids": _bad_word_ids(values, model),
+        "first_token": first,
+        **_lengths(values, model),
+    }
+    if not values["do_sample"]:  # `generate` ignores these, too.
+        fields |= {name: getattr(DecodeConfig, name) for name in SAMPLING_FIELDS}
+    decode = DecodeConfig(**fields)
     notes = [
         f"{name}={given[name]} is not supported, and ignored"
         for name, neutral in _UNSUPPORTED.items()
@@ -196,7 +209,7 @@ def _losses(decode: DecodeConfig) -> list[str]:
 
 
 def _first_token(given: Any, target: Tokenizer | None) -> str:
-    if target is None or type(given) is not int or given < 0:
+    if target is None or not isinstance(given, int) or given < 0:
         return ""
     (name,) = target.pieces([given])
     return name if target.encode_parts([name]) == [[given]] else ""
@@ -216,24 +229,20 @@ def _bad_word_ids(values: Mapping[str, Any], model: TransformerConfig) -> tuple[
     never = [[token] for token in forbidden_token_ids(model, DecodeConfig())]
     size = model.target_vocab_size or MAX_VOCABULARY
     for token in itertools.chain(*phrases):
-        if type(token) is not int or not 0 <= token < size:
-            raise ValueError(
+        if token >= size:
+            raise UserError(
                 f"bad_words_ids has {token!r}, which is outside the vocabulary (0 to {size - 1})"
             )
     return tuple(",".join(map(str, ids)) for ids in phrases if list(ids) not in never)
 
 
 def _forces_end(given: Any, model: TransformerConfig) -> bool:
-    is_end = type(given) is int and given == model.eos_id
-    if not (given is None or is_end or is_one_of(model.eos_id, given)):
-        raise ValueError(f"forced_eos_token_id={given!r} is not the end token {model.eos_id}")
+    if given not in (None, model.eos_id) and not is_one_of(model.eos_id, given):
+        raise UserError(f"forced_eos_token_id={given!r} is not the end token {model.eos_id}")
     return given is not None
 
 
 def _lengths(values: Mapping[str, Any], model: TransformerConfig) -> dict[str, Any]:
-    for name in ("max_length", "min_length", "max_new_tokens", "min_new_tokens"):
-        if values[name] is not None and (type(values[name]) is not int or values[name] < 0):
-            raise ValueError(f"{name}={values[name]!r} is not a number of tokens")
     # max_length and min_length count the start token, max_new_tokens and min_new_tokens do not.
     longest = values["max_new_tokens"] or max(values["max_length"] - 1, 0)
     shortest = values["min_new_tokens"] or max(values["min_length"] - 1, 0)

@@ -12,6 +12,11 @@ from flaxformer_mt.interop.weight_maps.family import Family
 Settings = Mapping[str, Any]
 
 _COMMON_DEFAULTS: Settings = {"is_encoder_decoder": True, "tie_word_embeddings": True}
+_KINDS: Settings = {
+    **dict.fromkeys(("model_type", "torch_dtype", "tokenizer_class"), str),
+    "decoder_attention_heads": int,
+    "scale_decoder_outputs": bool,
+}
 _FAIRSEQ_DEFAULTS: Settings = {
     **_COMMON_DEFAULTS,
     "attention_dropout": 0.0,
@@ -31,9 +36,9 @@ class HubFamily:
     """Class of the model for each `model_type`."""
     model_type: Callable[[TransformerConfig], str]
     """The `model_type` of a configuration."""
-    fields: Mapping[str, str]
+    fields: dict[str, str]
     """Our names of the fields of `config.json` that the tensors do not tell."""
-    sizes: Mapping[str, str]
+    sizes: dict[str, str]
     """Our names of the sizes in `config.json`, which follow from the tensors as well."""
     others: Callable[[TransformerConfig, Settings], dict[str, Any]]
     """The other fields for a configuration, given those of the published folder, or nothing. Values
@@ -42,6 +47,15 @@ class HubFamily:
     """Fields that `config.json` may omit, with the defaults of transformers' class."""
     new: Callable[[TransformerConfig], dict[str, Any]]
     """Fields of a `config.json` that no folder gave, for converters other than transformers."""
+
+    @property
+    def kinds(self) -> dict[str, Any]:
+        """The types of the fields of `config.json` that are read."""
+        model = TransformerConfig()
+        ours = {theirs: getattr(model, ours) for theirs, ours in (self.fields | self.sizes).items()}
+        kinds = {name: type(value) for name, value in (self.new(model) | ours).items()}
+        kinds |= {name: type(value) for name, value in self.defaults.items()}
+        return {**_KINDS, **kinds}
 
     def settings(self, model: TransformerConfig, kept: Settings) -> dict[str, Any]:
         """Returns `config.json` for a configuration, given that of the published folder."""

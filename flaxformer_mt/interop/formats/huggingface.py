@@ -9,8 +9,9 @@ counterpart here, names of omitted tensors, and computed tables.
 import json
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
+import msgspec
 import numpy as np
 import safetensors.numpy
 from safetensors import SafetensorError
@@ -27,6 +28,7 @@ from flaxformer_mt.data.tokenizers.marian_tokenizer import (
     TOKENIZER_CONFIG,
     VOCABULARY_FILE,
     MarianTokenizer,
+    TokenizerConfig,
     read_object,
 )
 from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
@@ -41,6 +43,7 @@ from flaxformer_mt.interop.formats import generation_config
 from flaxformer_mt.interop.formats.bundle import ModelBundle, experiment
 from flaxformer_mt.interop.formats.hub_families import HUB_FAMILIES, HubFamily
 from flaxformer_mt.interop.weight_maps import checkpoints
+from flaxformer_mt.interop.weight_maps.family import check_kinds
 from flaxformer_mt.interop.weight_maps.mapping import CARRIED
 from flaxformer_mt.runs import atomic
 from flaxformer_mt.runs.layout import ORIGIN
@@ -70,7 +73,7 @@ def read(
       UserError: a file is missing or damaged, files contradict each other, or the model is of
         another family.
     """
-    settings = _read_json(folder / CONFIG)
+    settings: dict[str, Any] = read_json(folder / CONFIG, dict[str, Any])
     hub = HUB_FAMILIES[family]
     architecture = str(settings.get("model_type"))
     if architecture not in hub.architectures:
@@ -78,15 +81,18 @@ def read(
             f"{folder / CONFIG} is of model_type={architecture}, not "
             f"{' or '.join(hub.architectures)}"
         )
+    check_kinds(settings, hub.kinds | generation_config.KINDS, f"{folder / CONFIG} is")
     tensors, dtype = _read_tensors(folder, hub.family.ignores)
     kept = {CONFIG: read_bytes(folder / CONFIG)}
     search = settings
     if (folder / GENERATION).exists():
         kept[GENERATION] = read_bytes(folder / GENERATION)
-        search = _read_json(folder / GENERATION)
+        search = read_json(folder / GENERATION, dict[str, Any])
+        check_kinds(search, generation_config.KINDS, f"{folder / GENERATION} is")
     with checkpoints.error_context(folder, family):
         tokenizers = Tokenizers.load(folder)
-        names = _read_json(folder / TOKENIZER_CONFIG, {})
+        path = folder / TOKENIZER_CONFIG
+        names: TokenizerConfig = read_json(path, TokenizerConfig) if path.exists() else {}
         class_notes = _tokenizer_class(settings, names, tokenizers.target)
         known = dict(hub.defaults)
         known |= {name: value for name, value in settings.items() if value is not None}
@@ -180,15 +186,6 @@ def write(
 # Reading.
 
 
-def _read_json(path: Path, default: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    if default is not None and not path.exists():
-        return dict(default)
-    values = read_json(path)
-    if not isinstance(values, dict):
-        raise UserError(f"{path} is damaged: not a JSON object")
-    return values
-
-
 def _read_tensors(
     folder: Path, ignores: Callable[[Any], bool]
 ) -> tuple[dict[str, np.ndarray], str]:
@@ -201,11 +198,13 @@ def _read_tensors(
     raise UserError(f"{folder} has no {' and no '.join(_WEIGHTS)}")
 
 
+class _Index(TypedDict):
+    weight_map: Annotated[dict[str, str], msgspec.Meta(min_length=1)]
+
+
 def _shards(index: Path) -> list[Path]:
-    files = _read_json(index).get("weight_map")
-    if not isinstance(files, dict) or not files:
-        raise UserError(f"{index} is damaged: it has no weight_map")
-    names = sorted({str(name) for name in files.values()})
+    content: _Index = read_json(index, _Index)
+    names = sorted({*content["weight_map"].values()})
     for name in names:
         if not name or Path(name).name != name:
             raise UserError(f"{index} is damaged: {name!r} is not a file in its folder")
@@ -236,7 +235,7 @@ def _tokenizer_class(
             )
         return [target.note] if target.note else []
     ours = type(target).__name__
-    if given is None or str(given).removesuffix("Fast") == ours:
+    if given is None or given.removesuffix("Fast") == ours:
         return []
     return [f"tokenizer_class={given} is not that of its files: they are read as {ours}"]
 
@@ -249,10 +248,10 @@ def _check_special_tokens(name: str, values: Mapping[str, Any], model: Transform
         ("decoder_start_token_id", model.bos_id),
     ):
         given = values.get(key)
-        tokens = given if key == "eos_token_id" and isinstance(given, list) else [given]
+        tokens: list[Any] = given if isinstance(given, list) else [given]
         if given is None:
             continue
-        if not all(type(token) is int and 0 <= token < rows for token in tokens):
+        if not all(0 <= token < rows for token in tokens):
             raise UserError(
                 f"its {name} has {key}={given!r}: there are embeddings of {rows} tokens"
             )
@@ -281,7 +280,7 @@ def _check_sizes(
 ) -> None:
     for theirs, ours in sizes.items():
         given, actual = settings.get(theirs), getattr(model, ours)
-        if given is not None and (type(given) is not int or given != actual):
+        if given not in (None, actual):
             raise UserError(f"its {CONFIG} has {theirs}={given!r}, but its tensors have {actual}")
 
 
@@ -308,7 +307,7 @@ def _data(names: Mapping[str, Any], tokenizers: Tokenizers) -> dict[str, Any]:
         f"{side}_language": names[key]
         for side, named in keys.items()
         for key in named
-        if isinstance(names.get(key), str)
+        if names.get(key) is not None
     }
     return languages | {
         "vocab_size": max(tokenizers.source.vocab_size, tokenizers.target.vocab_size),

@@ -23,6 +23,7 @@ from flaxformer_mt.interop.formats import marian_files
 from flaxformer_mt.interop.formats.bundle import ModelBundle, experiment
 from flaxformer_mt.interop.formats.search_notes import unsupported_options
 from flaxformer_mt.interop.weight_maps import checkpoints
+from flaxformer_mt.interop.weight_maps.family import check_kinds
 from flaxformer_mt.runs import atomic
 
 _MODEL, _OPTIONS = "model.npz", "config.yml"
@@ -193,6 +194,7 @@ def to_decode(
     Raises:
       UserError: a value is invalid.
     """
+    check_kinds(options, dict.fromkeys(("allow-unk", "allow-special"), bool))
     fields: dict[str, Any] = {}
     if options:
         given = {name: value for name, value in options.items() if value is not None}

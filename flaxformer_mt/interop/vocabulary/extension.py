@@ -4,7 +4,6 @@ A new token is never split. Its row is the mean of those of the tokens that it c
 vocabulary transfer, Gee et al. 2022); that of a new language is a copy of a related one's.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 
 from flaxformer_mt.data.tokenizers.hub_tokenizer import VOCABULARY_FILE as TOKENIZER_JSON
@@ -117,7 +116,7 @@ def _extended_files(
     ids = {name: first + number for number, name in enumerate((*tokens, *languages))}
     added = dict(ids)
     if isinstance(side, HubTokenizer):
-        content = json.loads(files[TOKENIZER_JSON])
+        content = read_object(files, TOKENIZER_JSON, "", tokenizer_json.Schema)
         content["added_tokens"] += [
             tokenizer_json.added_token(name, name in languages) | {"id": id}
             for name, id in ids.items()

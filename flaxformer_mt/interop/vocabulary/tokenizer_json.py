@@ -1,11 +1,23 @@
 """Changes of `tokenizer.json`, the vocabulary format of the library `tokenizers`."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 from flaxformer_mt.errors import UserError
 
 Content = dict[str, Any]
+
+
+class _Model(TypedDict):
+    type: str
+    vocab: dict[str, int] | list[Any]
+
+
+class Schema(TypedDict):
+    """What is read of `tokenizer.json`; the library checks the rest."""
+
+    model: _Model
+    added_tokens: list[dict[str, Any]]
 
 
 def is_bpe(content: Content) -> bool:

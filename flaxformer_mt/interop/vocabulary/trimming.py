@@ -7,7 +7,6 @@ are kept.
 """
 
 import itertools
-import json
 import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -107,7 +106,7 @@ def _reduced_model(proto: Any, side: Tokenizer, texts: Sequence[str]) -> tuple[l
 def _of_tokenizer_json(
     side: HubTokenizer, texts: Sequence[str]
 ) -> tuple[list[int], dict[str, bytes]]:
-    content = json.loads(side.files[TOKENIZER_JSON])
+    content = read_object(side.files, TOKENIZER_JSON, "", tokenizer_json.Schema)
     ids = set(itertools.chain(*side.encode_parts(texts)))
     always = {side.pad_id, side.eos_id, side.unk_id, *tokenizer_json.added_ids(content)}
     is_needed = _is_needed(side.entries([*ids]), tokenizer_json.is_bpe(content))

@@ -3,12 +3,13 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import numpy as np
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.input_files import checked
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint, Tensors
 from flaxformer_mt.interop.weight_maps.rules import TensorRule
 from flaxformer_mt.model import positions
@@ -141,6 +142,14 @@ def guess_tying(
     ties_source = source is not None and checkpoint.same(source, target)
     ties_output = output is None or checkpoint.same(output, target)
     return {"tie_embeddings": TYINGS[ties_source, ties_output]}
+
+
+def check_kinds(
+    settings: Mapping[str, Any], kinds: Mapping[str, Any], subject: str = "its settings are"
+) -> None:
+    """Raises UserError if a setting is neither missing, nor None, nor of its kind, a type."""
+    optional = {setting: kind | None for setting, kind in kinds.items()}
+    checked(dict(settings), subject, TypedDict("Settings", optional, total=False))  # type: ignore[operator]
 
 
 def fields_of_settings(settings: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

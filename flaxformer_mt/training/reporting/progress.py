@@ -3,9 +3,10 @@
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 from flaxformer_mt.data.stream.batches import DataPosition
+from flaxformer_mt.input_files import checked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,15 +78,11 @@ class Progress:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Progress":
         """Returns the inverse of `to_json`."""
-        interval = Interval(**values["interval"])
-        interval.metrics = {name: (*sums,) for name, sums in interval.metrics.items()}
-        return cls(
-            **{
-                **values,
-                "position": DataPosition.from_json(values["position"]),
-                "interval": interval,
-                "best": BestSoFar(**values["best"]),
-                "stopping": BestSoFar(**values["stopping"]),
-                "batch_shapes": tuple(values["batch_shapes"]),
-            }
-        )
+        subject = "the progress of a checkpoint is"
+        saved: dict[str, Any] = checked(values, subject, _Saved)
+        position = DataPosition.from_json(saved["position"])
+        return checked({**saved, "position": position}, subject, cls)
+
+
+class _Saved(TypedDict):
+    position: dict[str, Any]
