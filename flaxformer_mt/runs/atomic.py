@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from flaxformer_mt.errors import UserError, first_line
-from flaxformer_mt.remote.stores import require_local
+from flaxformer_mt.urls import require_local
 
 MARKER = ".flaxformer_mt"
 """Name of the file that marks a workspace."""

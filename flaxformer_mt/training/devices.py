@@ -24,6 +24,7 @@ from flaxformer_mt.data.stream.batches import Batch
 from flaxformer_mt.data.stream.placement import place_batch, row_sharding, row_shards
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs import buffers
+from flaxformer_mt.runs.identity import compare_step
 from flaxformer_mt.training.sharding import (
     ACTIVATION_RULES,
     AXES,
@@ -124,7 +125,7 @@ class CompiledStep:
     `step` maps (state, batch) to anything, and `transform` (step, state) to the jitted step, for
     states like this one, concrete or abstract. `max_shapes` is the number of batch shapes that are
     allowed (0 = any), and `frozen` are further arguments, the same in every call. `donates` tells
-    whether the step writes over the state.
+    whether the step writes over the state. `before_first` is called before the first step.
     """
 
     def __init__(
@@ -134,6 +135,7 @@ class CompiledStep:
         max_shapes: int = 0,
         frozen: tuple[Any, ...] = (),
         donates: bool = False,
+        before_first: Callable[[], object] = lambda: None,
     ) -> None:
         self.batch_shapes: list[str] = []
         """The shapes for which the step was compiled, in their order."""
@@ -144,6 +146,7 @@ class CompiledStep:
         self._max_shapes = max_shapes
         self._frozen = frozen
         self._donates = donates
+        self._before_first: Callable[[], object] | None = before_first
         self._known: set[Any] = set()
         """The structures of the states whose buffers were compared."""
         self._is_compiling = False
@@ -156,6 +159,9 @@ class CompiledStep:
         So the devices always have work, and at most two steps are in flight: many would need the
         memory of as many batches, and on simulated devices their collectives may never end.
         """
+        if self._before_first:
+            self._before_first()
+            self._before_first = None
         if self._donates:
             self._require_own_buffers(state, batch)
         result = self._for(state)(state, batch, *self._frozen)
@@ -249,7 +255,8 @@ def compile_step(
     Raises:
       UserError: at the first call: the state has no number of the step, the new state is of another
         kind than the old one, or an array of the state is in memory that has a second name, in the
-        state, in the batch or in `frozen`.
+        state, in the batch or in `frozen`; or a restored checkpoint was begun with another
+        optimizer than the one that `update` uses.
     """
     everywhere = NamedSharding(mesh, PartitionSpec())
     arguments = () if frozen is None else (_placed(frozen, mesh, rules),)
@@ -268,7 +275,9 @@ def compile_step(
             donate_argnums=0,
         )
 
-    return CompiledStep(step, transform, max_shapes, arguments, donates=True)
+    # A checkpoint that was restored knows the optimizer with which it was begun.
+    before_first = functools.partial(compare_step, update)
+    return CompiledStep(step, transform, max_shapes, arguments, True, before_first)
 
 
 def step_key(state: Any, seed: int) -> Array:
