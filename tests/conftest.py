@@ -92,7 +92,6 @@ EXPENSIVE = frozenset(
         "test_checkpoints_of_any_tree.py::test_a_saved_run_is_a_run_folder",
         "test_cli.py::test_interrupted_and_shared_translations_equal_a_whole_one",
         "test_cli.py::test_translate_keeps_line_structure",
-        "test_commands.py::test_training_continues_and_a_second_process_is_refused",
         "test_continuous_batching.py::test_results_do_not_depend_on_order_or_other_sentences",
         "test_convert.py::test_the_published_model_of_the_other_family_computes_the_same",
         "test_convert_files.py::test_adam_is_converted_where_tensors_are_rearranged",
