@@ -83,7 +83,7 @@ def test_the_weight_of_a_term_counts_once():
             )
             return sums.objective, (sums.loss, sums.term)
 
-        return jax.value_and_grad(objective, (0, 1, 2), has_aux=True)(*factors)
+        return jax.jit(jax.value_and_grad(objective, (0, 1, 2), has_aux=True))(*factors)
 
     (none, (loss, _)), without = found(0.0)
     (once, (_, term)), one = found(1.0)
