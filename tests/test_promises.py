@@ -48,7 +48,7 @@ from flaxformer_mt.interop.convert import OWN, convert
 from flaxformer_mt.parity.recipes import recipe
 from flaxformer_mt.parity.trace import sites
 from flaxformer_mt.runs.layout import CHECKPOINTS, TOKENIZER
-from flaxformer_mt.runs.trained_model import load_run
+from flaxformer_mt.trained_model import load_run
 
 
 @pytest.mark.parametrize("family", ONE_OF_EACH)

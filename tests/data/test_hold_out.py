@@ -9,8 +9,10 @@ from flaxformer_mt.config import CorpusConfig, DataConfig, ExperimentConfig
 from flaxformer_mt.data.corpora import hold_out
 from flaxformer_mt.data.corpora.comparison import comparable as all_comparable
 from flaxformer_mt.data.corpora.filters import PairFilter
-from flaxformer_mt.data.dataset import open_all
+from flaxformer_mt.data.dataset import open_all, open_dataset
+from flaxformer_mt.data.run_text import RunText
 from flaxformer_mt.data.sanity_checks import check_not_blank
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
 
 ROLES = ("valid", "test")
@@ -180,6 +182,38 @@ def test_held_out_pairs_are_part_of_the_fingerprint(tmp_path):
     assert divide(tmp_path, numbered(1000), **raw)[1]["valid"][0].fingerprint == found[7]
     assert corpora["train"][0].division() == {
         "lines": 1000, "left_out": 0, **{role: len(part) for role, part in parts.items()},
+    }  # fmt: skip
+
+
+def test_reports_add_up_to_the_lines_of_the_text(tmp_path):
+    pairs = [*numbered(200), *[("", "Nothing.")] * 7]
+    bt = [(f"Sauce {i}.", f"Phrase {i}.") for i in range(200)]
+    config = ExperimentConfig(
+        data=DataConfig(
+            path=write(tmp_path / "own.tsv", pairs),
+            hold_out=20,
+            target_language="fr",
+            train_corpora=(
+                CorpusConfig(),
+                CorpusConfig(path=write(tmp_path / "bt.tsv", bt), tag="<bt>"),
+            ),
+            vocab_size=300,
+        )
+    )
+    corpora = open_all(config)
+    tokenizers = Tokenizers.for_run(corpora["train"], config.data, has_inputs=True)
+    _, dataset = open_dataset(config, corpora, tokenizers, tmp_path / "cache")
+    lines = [line for _, line in dataset.report()]
+    assert lines[1:3] == [
+        "167 of 207 pairs to train on; 20 held out for valid; 20 held out for test",
+        "160 of 167 pairs kept (7 empty side dropped)",
+    ]
+    assert (
+        "160 of 200 pairs to train on; 0 held out for valid; 0 held out for test; 40 left out, "
+        "with the source or the target of a held-out pair"
+    ) in lines
+    assert RunText(config, tmp_path / "cache").division() == {
+        "lines": 407, "valid": 20, "test": 20, "train": 327, "left_out": 40,
     }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from flaxformer_mt import interop
 from flaxformer_mt.config import DataConfig
 from flaxformer_mt.data.corpora.corpus import load_corpus
 from flaxformer_mt.interop.convert import OWN, convert
-from flaxformer_mt.runs.trained_model import load_run
+from flaxformer_mt.trained_model import load_run
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
