@@ -322,8 +322,8 @@ def test_a_step_against_the_gradient_lowers_the_loss(folder):
         ({"transformer-tied-layers": [1, 1]}, r"cannot have transformer-tied-layers: \[1, 1\]"),
         ({"lemma-dim-emb": 8}, "cannot have lemma-dim-emb: 8, only 0"),
         ({"enc-depth": 3}, "num_encoder_layers=3 was given, but the tensors have 2"),
-        ({"dim-vocabs": [V]}, "no pair of integers dim-vocabs"),
-        ({"transformer-heads": None}, "no integer transformer-heads"),
+        ({"dim-vocabs": [V]}, "dim-vocabs"),
+        ({"transformer-heads": None}, "no transformer-heads"),
         ({"output-omit-bias": True}, "tensor decoder_ff_logit_out_b is unexpected"),
     ],
 )

@@ -1,7 +1,8 @@
-"""A whole model: parameters with vocabularies and search options."""
+"""Whole models: parameters with vocabularies and search options, and who reads and writes them."""
 
 import dataclasses
-from collections.abc import Mapping
+import importlib
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,9 +15,35 @@ from flaxformer_mt.config import (
     TransformerConfig,
 )
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.interop.families import FAMILIES
+from flaxformer_mt.interop.formats.hub_families import HUB_FAMILIES
+from flaxformer_mt.interop.formats.own_format import OWN
 from flaxformer_mt.interop.weight_maps.mapping import model_params
 from flaxformer_mt.runs.folder import read_origin
 from flaxformer_mt.runs.trained_model import load_run, write_model
+
+Notes = tuple[str, ...]
+"""What was changed or lost, in one line each."""
+
+# Modules of this package with a function `read`, ...
+READERS = {
+    **dict.fromkeys(HUB_FAMILIES, "huggingface"),
+    **dict.fromkeys(("fairseq", "opennmt"), "dictionary_folders"),
+    "marian-native": "marian_folder",
+    "jax": "jax_export",
+}
+# ... and with a function `write`. They are imported at use, since some need optional packages.
+WRITERS = {
+    **dict.fromkeys(HUB_FAMILIES, "huggingface"),
+    "marian-native": "marian_folder",
+    "ctranslate2": "ctranslate2",
+    "jax": "jax_export",
+}
+_WITHOUT_EFFECT = {
+    "batch_tokens", "num_devices", "max_source_length", "alignment_layer", "alignment_head", "seed",
+}  # fmt: skip
+"""Search options that do not decide which translation is found for a sentence."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,3 +83,55 @@ def experiment(model: TransformerConfig, decode: DecodeConfig, **data: Any) -> E
         train=TrainConfig(num_steps=2000, eval_every=500, checkpoint_every=500, best_metric="bleu"),
         decode=decode,
     )
+
+
+def read_bundle(
+    family: str, source: Path, overrides: Mapping[str, Any]
+) -> tuple[ModelBundle, Notes]:
+    """Reads a folder with a whole model, given configuration fields that override its own.
+
+    Raises:
+      UserError: it is not a folder of that family, or is damaged.
+    """
+    if family in READERS and (source.is_dir() or family not in FAMILIES):
+        found: tuple[ModelBundle, Notes] = _call(READERS, "read", family, source, overrides)
+        return found
+    if not source.is_dir():
+        raise UserError(f"{source} is not a folder, so it has no vocabulary: a folder is needed")
+    if family != OWN:
+        raise UserError(f"{source} is a folder: {family} is read from a file")
+    if overrides:
+        raise UserError(f"{source} contains {next(iter(overrides))}: fields cannot be overridden")
+    return ModelBundle.of_run(source), ()
+
+
+def write_bundle(
+    family: str, bundle: ModelBundle, folder: Path, accepted: Collection[str], **options: Any
+) -> Notes:
+    """Writes a folder of a key of `WRITERS`; `accepted` and errors are those of `convert`."""
+    notes: Notes = _call(WRITERS, "write", family, bundle, folder, accepted, **options)
+    return notes
+
+
+def _call(
+    modules: Mapping[str, str], function: str, family: str, *arguments: Any, **options: Any
+) -> Any:
+    module = importlib.import_module(f"{__package__}.{modules[family]}")
+    # A module of several families takes the one that is meant.
+    options |= {"family": family} if family in FAMILIES else {}
+    return getattr(module, function)(*arguments, **options)
+
+
+def unsupported_options(
+    decode: DecodeConfig, supported: Collection[str], program: str
+) -> list[str]:
+    """Returns a line about each search option that a program does not support.
+
+    `supported` are the fields with a counterpart, besides those that decide no translation.
+    """
+    known = {*supported, *_WITHOUT_EFFECT}
+    return [
+        f"decode.{field.name}={getattr(decode, field.name)} is not supported by {program}"
+        for field in dataclasses.fields(decode)
+        if field.name not in known and getattr(decode, field.name) != field.default
+    ]

@@ -17,7 +17,7 @@ from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer
 from flaxformer_mt.decoding.search.options import forbidden_token_ids
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.input_files import Count
-from flaxformer_mt.interop.formats.search_notes import unsupported_options
+from flaxformer_mt.interop.formats.bundle import unsupported_options
 from flaxformer_mt.interop.weight_maps.family import check_kinds
 
 _EARLY_STOPPING: dict[Any, Literal["never", "heuristic", "first"]] = {
