@@ -46,7 +46,7 @@ def update(state, batch, key, frozen):
 
 
 step = fmt.compile_step(update, mesh, frozen=model.params)
-with fmt.Checkpoints("runs/adapters") as checkpoints:  # Of the adapters only.
+with fmt.Checkpoints("runs/adapters", optimizer=optimizer) as checkpoints:  # Adapters only.
     state, position = checkpoints.restore_or(fmt.create(create, mesh), data.start)
     batches = data.batches(mesh, position)
     while position.step < last_step:

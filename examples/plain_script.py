@@ -37,7 +37,7 @@ def update(state, batch, key, frozen):
 
 
 step = fmt.compile_step(update, mesh, seed=0)
-with fmt.Checkpoints("runs/mine") as checkpoints:
+with fmt.Checkpoints("runs/mine", optimizer=optimizer) as checkpoints:
     state, position = checkpoints.restore_or(fmt.create(create, mesh, seed=0), data.start)
     for batch, position in data.batches(mesh, position):
         state, sums = step(state, batch)

@@ -4,8 +4,21 @@ import contextlib
 from collections.abc import Iterator
 
 _LONGEST_MESSAGE = 4000
+_shown: dict[str, str] = {}
 _CONTROL_CHARACTERS = (*range(32), *range(127, 160), 0x2028, 0x2029, *range(0xD800, 0xE000))
 _ESCAPES = {code: ascii(chr(code))[1:-1] for code in _CONTROL_CHARACTERS}
+
+
+def show_as(path: str, name: str) -> None:
+    """Makes messages name what a path is a copy of, such as a URL, in place of the path."""
+    _shown[path] = name
+
+
+def shown(text: str) -> str:
+    """Returns a text in which copies have the names of what they are copies of."""
+    for path, name in _shown.items():
+        text = text.replace(path, name)
+    return text
 
 
 class UserError(Exception):
@@ -20,6 +33,7 @@ class UserError(Exception):
     """
 
     def __init__(self, message: str) -> None:
+        message = shown(message)
         if len(message) > _LONGEST_MESSAGE:
             half = _LONGEST_MESSAGE // 2
             message = f"{message[:half]} ... {message[-half:]}"

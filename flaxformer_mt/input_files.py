@@ -20,7 +20,7 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 
 from flaxformer_mt.errors import UserError, prefixed
-from flaxformer_mt.remote import copies
+from flaxformer_mt.remote.reading import local
 
 MAX_SETTINGS_BYTES = 2**24
 """Limit of the size of configurations, metadata and vocabularies in JSON."""
@@ -49,10 +49,10 @@ _GZIP_MAGIC = b"\x1f\x8b"
 def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
     """Opens a regular file, or a link to one; `UserError`, without its name, for all others.
 
-    Of a remote file it opens a local copy.
+    Of a URL it opens a local copy.
     """
     try:
-        descriptor = os.open(copies.local(path), _FLAGS)
+        descriptor = os.open(local(path), _FLAGS)
     except FileNotFoundError as error:
         raise UserError("there is no such file") from error
     except OSError as error:

@@ -10,13 +10,13 @@ from flaxformer_mt.decoding.attention_weights import sentence_attention
 from flaxformer_mt.decoding.parameters import require_params
 from flaxformer_mt.decoding.text_arguments import require_path
 from flaxformer_mt.decoding.translator import Sentence, Translator
-from flaxformer_mt.errors import UserError
+from flaxformer_mt.errors import UserError, shown
 from flaxformer_mt.input_files import read_json
 from flaxformer_mt.interop.formats.bundle import OWN, ModelBundle, read_bundle
 from flaxformer_mt.interop.formats.hub_families import HUB_FAMILIES
 from flaxformer_mt.plotting.attention_page import AttentionPicture
 from flaxformer_mt.presets import canonical_family
-from flaxformer_mt.remote import copies
+from flaxformer_mt.remote.reading import local
 from flaxformer_mt.run_reader import Run
 from flaxformer_mt.runs.layout import CONFIG
 from flaxformer_mt.runs.trained_model import write_model
@@ -49,7 +49,7 @@ class Model:
         self._translator: Translator | None = None
 
     def __repr__(self) -> str:
-        return f"<Model {self.family} {str(self.folder)!r}>"
+        return f"<Model {self.family} {shown(str(self.folder))!r}>"
 
     def translator(self) -> Translator:
         """Returns the translator, which has further methods; UserError without an encoder."""
@@ -74,7 +74,7 @@ class Model:
     def attention(self, source: str, target: str | None = None) -> AttentionPicture:
         """Returns the attention of every layer and head; see `Run.attention`."""
         found = sentence_attention(self.translator(), source, target)
-        return AttentionPicture(found, str(self.folder))
+        return AttentionPicture(found, shown(str(self.folder)))
 
     def save(self, folder: str | Path) -> Run:
         """Writes a run folder, as `flaxformer-mt convert` does, and returns the run.
@@ -85,9 +85,8 @@ class Model:
           TypeError: `folder` is not a path.
           UserError: it exists, or cannot be written.
         """
-        path = copies.local(require_path(folder, "folder"))
+        path = require_path(folder, "folder")
         self._bundle.write_run(path)
-        copies.publish()
         return Run(path)
 
 
@@ -107,7 +106,7 @@ def load(folder: str | Path, family: str | None = None) -> Model:
       TypeError: an argument is of another type.
       UserError: there is no such folder, it holds no model that can be read, or it is damaged.
     """
-    path = copies.local(require_path(folder, "folder"), as_it_is_now=True)
+    path = local(require_path(folder, "folder"), as_it_is_now=True)
     if family is not None and not isinstance(family, str):
         raise TypeError(f"family must be a string, not {type(family).__name__}")
     if path.is_file():

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from flaxformer_mt.config import GENERATED, ExperimentConfig
 from flaxformer_mt.config.experiment import with_changes
 from flaxformer_mt.decoding.text_arguments import require_path, require_texts
-from flaxformer_mt.errors import UserError, requiring
-from flaxformer_mt.remote.copies import local
+from flaxformer_mt.errors import UserError, requiring, shown
+from flaxformer_mt.remote.reading import local
 from flaxformer_mt.runs.folder import check_corpora, read_config, require_run
 from flaxformer_mt.runs.layout import METRICS, CheckpointSelector
 from flaxformer_mt.runs.metrics_file import read_metrics
@@ -89,7 +89,7 @@ class Run:
         require_run(self.folder)
 
     def __repr__(self) -> str:
-        return f"Run({str(self.folder)!r})"
+        return f"Run({shown(str(self.folder))!r})"
 
     def _repr_html_(self) -> str:
         from flaxformer_mt.plotting.curves import run_summary
@@ -278,7 +278,7 @@ class Run:
         from flaxformer_mt.plotting.attention_page import AttentionPicture
 
         found = sentence_attention(self.translator(checkpoint), source, target)
-        return AttentionPicture(found, str(self.folder))
+        return AttentionPicture(found, shown(str(self.folder)))
 
     def fine_tuning_config(self, **changes: Mapping[str, Any]) -> ExperimentConfig:
         """Returns the configuration of a new run that starts from the best checkpoint.
@@ -300,7 +300,10 @@ class Run:
             data |= {"train_corpora": (), "valid_corpora": (), "test_corpora": ()}
             if self.config.data.corpus in GENERATED:
                 data["corpus"] = "text"
-        start = {"train": {"init_from": str(self.folder), "init_optimizer": False}, "data": data}
+        start = {
+            "train": {"init_from": shown(str(self.folder)), "init_optimizer": False},
+            "data": data,
+        }
         return with_changes(with_changes(self.config, start), changes)
 
     def _scores(self, announce: Callable[[str], None] = print) -> dict[int, float]:

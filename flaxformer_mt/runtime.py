@@ -97,7 +97,7 @@ def use_compilation_cache() -> None:
     # A program that cannot be cached, for example because the disk is full, is compiled again.
     warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache entry")
     settings: dict[str, str | float] = {"jax_persistent_cache_min_compile_time_secs": 0.0}
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ and _is_private(cache_root()):
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ and is_private(cache_root()):
         settings["jax_compilation_cache_dir"] = str(cache_folder())
     for name, value in settings.items():
         if name.upper() in os.environ:
@@ -127,7 +127,7 @@ def cache_root() -> Path:
     return Path(base) / "flaxformer_mt"
 
 
-def _is_private(folder: Path) -> bool:
+def is_private(folder: Path) -> bool:
     """Creates a folder for this user only, unless it exists; returns whether it is such a folder.
 
     One that belongs to another user, or that others may write to, is reported, because the

@@ -1,12 +1,13 @@
-"""Standard output whose reader is gone, or whose disk is full.
+"""Standard output whose reader is gone, or whose disk is full; progress bars on standard error.
 
-Imports the standard library only.
+Imports the standard library only, but for a progress bar that is shown.
 """
 
 import contextlib
 import io
 import os
 import sys
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 _PROXIED = "rich_proxied_file"
@@ -62,3 +63,30 @@ class BestEffortOutput:
                     f"standard output cannot be written ({error.strerror}): {self._consequence}",
                     file=sys.stderr,
                 )
+
+
+@contextlib.contextmanager
+def progress_bar(
+    title: str, total: int | None, in_bytes: bool = False
+) -> Iterator[Callable[[int], object]]:
+    """Shows a progress bar, if its total is known, not 0, and standard error a terminal.
+
+    Yields a function to call with the number of steps made, which may come from any thread.
+    """
+    if not total or not sys.stderr.isatty():
+        yield lambda count: None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        TimeElapsedColumn,
+        TransferSpeedColumn,
+    )  # fmt: skip
+
+    own = (DownloadColumn(), TransferSpeedColumn()) if in_bytes else (MofNCompleteColumn(),)
+    columns = (*Progress.get_default_columns(), *own, TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(title, total=total)
+        yield lambda count: progress.advance(task, count)

@@ -17,16 +17,19 @@ LEAVES = {
     "exit_codes",
     "input_files",
     "memory_limits",
-    "remote",
+    "remote.reading",
     "runs.atomic",
+    "standard_output",
+    "urls",
     "writing_systems",
 }
 ALLOWED = {
     "accelerators": set(),
     "errors": set(),
     "exit_codes": set(),
-    "input_files": {"errors", "remote"},
-    "remote": {"errors", "runs.atomic", "runs.layout", "runtime"},
+    "input_files": {"errors", "remote.reading"},
+    "urls": {"errors"},
+    "remote": {"errors", "runs.atomic", "runs.layout", "runtime", "standard_output", "urls"},
     "memory_limits": {"errors"},
     "writing_systems": set(),
     "config": LEAVES,
@@ -58,15 +61,15 @@ ALLOWED = {
         "decoding",
         "evaluation",
         "interop.exports",
+        "remote",
         "run_reader",
-        "standard_output",
     }
     | LEAVES,
     "standard_output": set(),
     "runs": {"config", "distributed", "data.corpora.corpus", "data.tokenizers", "model"} | LEAVES,
     "presets": {"config"} | LEAVES,
     "model": {"config"} | LEAVES,
-    "data": {"config", "distributed", "runs.layout", "runs.manifest"} | LEAVES,
+    "data": {"config", "distributed", "runs.identity", "runs.layout", "runs.manifest"} | LEAVES,
     "training": {"config", "model", "objectives", "data", "runs", "interruption"} | LEAVES,
     "decoding": {
         "config",
@@ -88,6 +91,7 @@ ALLOWED = {
         "plotting.drawing",
     }
     | LEAVES,
+    "serving": {"run_reader", "runs"} | LEAVES,
     "plotting": {"config", "decoding.attention_weights", "runs"} | LEAVES,
 }
 # Modules that handle whole models, with vocabulary and search options, need more than weight maps.
@@ -134,6 +138,8 @@ ONLY_IN = {
     "mlflow": {"training.reporting.trackers"},
     "trackio": {"training.reporting.trackers"},
     "tyro": {"cli"},
+    "starlette": {"serving.http"},
+    "uvicorn": {"serving.http"},
 }
 
 

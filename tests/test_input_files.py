@@ -2,7 +2,6 @@
 
 import gzip
 import os
-import time
 
 import pytest
 
@@ -11,10 +10,8 @@ from flaxformer_mt.errors import UserError
 
 
 def refusal(function, *arguments):
-    start = time.monotonic()
     with pytest.raises(UserError) as caught:
         function(*arguments)
-    assert time.monotonic() - start < 2
     message = str(caught.value)
     assert message.isprintable()
     return message

@@ -15,6 +15,7 @@ import weakref
 
 import pytest
 
+from flaxformer_mt import interruption
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.exit_codes import ExitCode
 from flaxformer_mt.interruption import Interrupted, Interruption, run_interruptibly
@@ -26,13 +27,19 @@ def process(script, *arguments):
     """A Python process that has printed "ready"."""
     command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command, **dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE), text=True
     ) as running:
         try:
             assert running.stdout.readline() == "ready\n", running.stderr.read()
             yield running
         finally:
             running.kill()
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """This process may be slow: its main thread is not given up."""
+    monkeypatch.setattr(interruption, "GRACE_SECONDS", 10_000.0)
 
 
 LONG_COMPUTATION = """
@@ -52,10 +59,8 @@ def test_a_second_ctrl_c_leaves_at_once_whatever_the_main_thread_does(first):
         assert running.stderr.readline() == "\n"
         assert running.stderr.readline().startswith(f"{first.name}: stopping after this step")
         running.send_signal(signal.SIGTERM)  # as a batch system may do
-        time.sleep(0.1)
-        assert running.poll() is None
         running.send_signal(signal.SIGINT)
-        assert running.wait(timeout=5) == ExitCode.STOPPED
+        assert running.wait() == ExitCode.STOPPED
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -69,9 +74,8 @@ def test_a_deferred_signal_asks_to_stop(number, capfd):
                 os.kill(os.getpid(), number)
                 assert requested(2)
                 os.kill(os.getpid(), signal.SIGTERM)  # Another one changes nothing.
-                deadline = time.monotonic() + 5
                 while f"{number.name}: stopping" not in capfd.readouterr().err:
-                    assert time.monotonic() < deadline
+                    time.sleep(0.01)
 
         with pytest.raises(Interrupted, match=f"stopped by {number.name}"):
             train()
@@ -101,7 +105,7 @@ def test_an_import_is_completed_before_a_signal_raises(tmp_path, monkeypatch):
 
     def main(interruption):
         imported.append(importlib.import_module("signalled_module").end)
-        time.sleep(30)
+        time.sleep(600)
 
     assert run_interruptibly("program", main) == ExitCode.INTERRUPTED
     assert imported == [True]
@@ -149,15 +153,10 @@ target_of_signal = None
 @pytest.mark.parametrize(
     "receive", [in_a_destructor, in_a_weak_reference, in_a_callback_of_garbage_collection]
 )
-def test_where_python_ignores_exceptions_a_signal_still_stops_the_program(
-    receive, capsys, monkeypatch
-):
-    # It would end this process, which may be slow, not lost.
-    monkeypatch.setattr("flaxformer_mt.interruption.GRACE_SECONDS", 100.0)
-
+def test_where_python_ignores_exceptions_a_signal_still_stops_the_program(receive, capsys):
     def main(interruption):
         receive()
-        time.sleep(5)
+        time.sleep(600)
         pytest.fail("the signal was lost")
 
     assert run_interruptibly("program", main) == ExitCode.INTERRUPTED
@@ -166,18 +165,19 @@ def test_where_python_ignores_exceptions_a_signal_still_stops_the_program(
 
 def test_a_signal_while_the_interpreter_exits_changes_no_exit_code():
     script = """
-        import os, sys, time
+        import os, sys
         from flaxformer_mt.interruption import run_interruptibly
         class Late:
-            def __del__(self, write=os.write, sleep=time.sleep):
+            def __del__(self, write=os.write, read=os.read):
                 write(1, b"ready\\n")
-                sleep(1)
+                read(0, 1)
         late = Late()
         sys.exit(run_interruptibly("program", lambda interruption: 0, until_exit=True))
     """
     with process(script) as running:
         running.send_signal(signal.SIGTERM)
-        assert running.wait(timeout=10) == ExitCode.SUCCESS
+        running.stdin.close()
+        assert running.wait() == ExitCode.SUCCESS
 
 
 UNRESPONSIVE = """
@@ -196,22 +196,23 @@ def test_a_main_thread_that_does_not_respond_is_not_waited_for():
     """Where nothing has to be saved, as when training is compiled or text tokenized."""
     with process(UNRESPONSIVE) as running:
         running.send_signal(signal.SIGTERM)
-        assert running.wait(timeout=10) == ExitCode.INTERRUPTED
+        assert running.wait() == ExitCode.INTERRUPTED
         assert "stopped by SIGTERM; the same command continues" in running.stderr.read()
 
 
 def test_a_signal_that_comes_after_the_end_changes_no_exit_code():
     script = """
-        import sys, time
+        import sys
         from flaxformer_mt.interruption import run_interruptibly
         code = run_interruptibly("program", lambda interruption: 0, until_exit=True)
         print("ready", flush=True)
-        time.sleep(1)
+        sys.stdin.read()
         sys.exit(code)
     """
     with process(script) as running:
         running.send_signal(signal.SIGTERM)
-        assert running.wait(timeout=10) == ExitCode.SUCCESS
+        running.stdin.close()
+        assert running.wait() == ExitCode.SUCCESS
 
 
 def test_several_processes_agree_now_and_then():
@@ -249,11 +250,11 @@ def test_an_error_does_not_wait_for_other_processes():
 
 
 HOLD_LOCK = """
-    import sys, time
+    import sys
     from flaxformer_mt.runs.folder import locked
     with locked(sys.argv[1]):
         print("ready", flush=True)
-        time.sleep(100)
+        sys.stdin.read()
 """
 
 

@@ -14,6 +14,7 @@ from flaxformer_mt.cli import main
 from flaxformer_mt.config import OptimizerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.experiment import rate_range
+from flaxformer_mt.runs import atomic
 from flaxformer_mt.training.optimizer import make_schedule
 
 
@@ -58,7 +59,12 @@ def losses(monkeypatch, trained_run):
         monkeypatch.setattr(rate_range, "_losses", made_up)
         return read
 
-    monkeypatch.setattr(rate_range, "prepare", lambda *_, **__: Prepared())
+    def prepare(*_, cache_folder, **__):
+        # Which the next start deletes, if this process is killed.
+        assert atomic.is_workspace_name(cache_folder.name)
+        return Prepared()
+
+    monkeypatch.setattr(rate_range, "prepare", prepare)
     return replace
 
 

@@ -1,17 +1,21 @@
-"""A path of a store that cannot be used is refused in one line, in every option that takes a path.
+"""A URL is refused in one line, where a local path is needed or the store cannot be used.
 
 `tests/remote` has the stores that can be.
 """
 
 import re
+from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+import flaxformer_mt as fmt
 from flaxformer_mt.cli import main
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.input_files import read_bytes
-from flaxformer_mt.remote.stores import require_local
 from flaxformer_mt.runs import atomic
+from flaxformer_mt.urls import require_local, url_of
 
 REMOTE = "gs://bucket/some/thing"
 COMMANDS = {
@@ -43,6 +47,8 @@ COMMANDS = {
     "parity's page": ["parity", "--family=torch", f"--html={REMOTE}.html"],
 }  # fmt: skip
 
+OUTPUTS = {"train", "a dry run", "prepare a run", "parity's page"}
+
 
 @pytest.mark.slow_except(
     "train",
@@ -71,11 +77,12 @@ def test_a_remote_path_is_refused_and_nothing_is_made(name, tmp_path, monkeypatc
     assert code
     printed = capsys.readouterr()
     if name == "doctor":  # Its table has a row for it.
-        assert re.search("gs://bucket/.* is a remote path", printed.out)
+        assert re.search("gs://bucket/.* cannot be written to", printed.out)
     else:
         *_, line = printed.err.strip().splitlines()
         assert "gs://" in line
-        assert "flaxformer_mt[gcs]" in line
+        is_refused = name in OUTPUTS
+        assert ("commands read from URLs" if is_refused else "flaxformer_mt[gcs]") in line
     assert not [*tmp_path.rglob("gs:*")]
     assert not [*tmp_path.rglob("*bucket*")]
 
@@ -83,7 +90,7 @@ def test_a_remote_path_is_refused_and_nothing_is_made(name, tmp_path, monkeypatc
 def test_a_local_folder_of_that_name_is_used(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for path in ("gs://bucket/file", tmp_path / "gs:" / "bucket" / "file"):
-        with pytest.raises(UserError, match=r"^gs://bucket is a remote path"):
+        with pytest.raises(UserError, match=r"^gs://bucket cannot be written to"):
             atomic.write_text(atomic.Path(path), "text")
         with pytest.raises(
             UserError, match=r"gs:/+bucket/file: gs:// needs .*flaxformer_mt\[gcs\]"
@@ -94,3 +101,33 @@ def test_a_local_folder_of_that_name_is_used(tmp_path, monkeypatch):
     assert read_bytes(tmp_path / "gs:" / "bucket" / "file") == b"text"
     for path in ("a:b/c", "C:", "run", "/tmp/x:y", ""):
         require_local(path) if path != "C:" else None
+
+
+NAMES = st.text("abcXYZ019._-", min_size=1, max_size=8).filter(lambda name: name.strip("."))
+
+
+@given(st.sampled_from(["s3", "gs", "gcs", "abfs", "hdfs", "memory"]), st.lists(NAMES, min_size=1))
+def test_a_url_is_found_as_a_string_and_as_a_path(scheme, parts):
+    url = f"{scheme}://{'/'.join(parts)}"
+    assert url_of(url) == url_of(Path(url)) == url
+
+
+@given(st.lists(NAMES, min_size=1))
+def test_other_paths_are_local(parts):
+    path = "/".join(parts)
+    assert url_of(path) is url_of(f"/{path}") is url_of(f"./{path}") is url_of("a:b/c") is None
+
+
+def test_the_path_of_a_file_system_is_absolute():
+    assert url_of(Path("file:///tmp/x")) == "file:///tmp/x"
+
+
+def test_what_a_script_writes_is_local():
+    for write in (
+        lambda: fmt.train("configs/quickstart.py", REMOTE),
+        lambda: fmt.Checkpoints(REMOTE),
+    ):
+        with pytest.raises(
+            UserError, match=r"^gs://bucket/some/thing.* cannot be written to: give a local path"
+        ):
+            write()

@@ -1,12 +1,11 @@
-"""The HTTP server in `examples/server.py`: what it answers, what it refuses, and under load."""
+"""`flaxformer-mt serve`: what it answers, what it refuses, and under load."""
 
 import collections
 import concurrent.futures
 import contextlib
-import http.client
+import http.client as client_library
 import itertools
 import json
-import os
 import re
 import shlex
 import signal
@@ -21,11 +20,12 @@ import pytest
 from documentation import pages
 
 import flaxformer_mt as fmt
-from examples import server as example
 from flaxformer_mt.cli import main
 from flaxformer_mt.config import DataConfig
 from flaxformer_mt.data.corpora.corpus import load_corpus
+from flaxformer_mt.decoding.translator import Hypothesis
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.serving import batching, http
 
 JSON = "application/json"
 FORM = "application/x-www-form-urlencoded"
@@ -40,7 +40,7 @@ class Client:
 
     def send(self, method, path, body=None, kind=JSON, headers=()):
         """Returns status, JSON and headers of an answer."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=300)
+        connection = client_library.HTTPConnection("127.0.0.1", self.port, timeout=300)
         if isinstance(body, dict):
             body = json.dumps(body).encode()
         given = {"Content-Type": kind} if body is not None else {}
@@ -57,24 +57,26 @@ class Client:
         status, values, _ = self.send("GET", path)
         return status, values
 
+    def connection(self):
+        return socket.create_connection(("127.0.0.1", self.port), timeout=300)
+
     def raw(self, sent):
         """Sends bytes and no more, and returns what comes back."""
-        with socket.create_connection(("127.0.0.1", self.port), timeout=60) as connection:
+        with self.connection() as connection:
             connection.sendall(sent)
             connection.shutdown(socket.SHUT_WR)
             return b"".join(iter(lambda: connection.recv(4096), b""))
 
 
 @contextlib.contextmanager
-def serving(models, **limits):
+def serving(models, cors_origins=(), **limits):
     """Serves in a thread of this process."""
-    served = example.http_server(example.Server(models, example.Limits(**limits)))
+    served = http.http_server(http.Server(models, http.Limits(**limits), cors_origins))
     with socket.create_server(("127.0.0.1", 0)) as listening:
         thread = threading.Thread(target=served.run, args=([listening],))
         thread.start()
         try:
-            while not served.started:
-                time.sleep(0.01)
+            # Connections wait until it is started.
             yield Client(listening.getsockname()[1])
         finally:
             served.should_exit = True
@@ -88,7 +90,7 @@ def translator(trained_run):
 
 @pytest.fixture(scope="module")
 def client(trained_run):
-    with serving([example.Served(fmt.Run(trained_run))], body_bytes=10_000) as client:
+    with serving([batching.ServedModel(fmt.Run(trained_run))], body_bytes=10_000) as client:
         yield client
 
 
@@ -99,21 +101,23 @@ class Recorded:
         self.calls = []
         self.may_continue = threading.Event()
         self.may_continue.set()
+        self.repeated = 1
 
     def translate_n_best(self, lines, count, scores):
         self.calls.append(list(lines))
-        assert self.may_continue.wait(60)
+        assert self.may_continue.wait(600)
         if "bad" in lines:
             raise UserError("bad cannot be translated")
         if "worse" in lines:
             raise RuntimeError("worse")
-        return [[fmt.decoding.translator.Hypothesis(line.upper())] * count for line in lines]
+        texts = [line.upper() * (self.repeated if line == "long" else 1) for line in lines]
+        return [[Hypothesis(text)] * count for text in texts]
 
 
 @pytest.fixture
 def recorded(trained_run):
     """A model that is not searched, to see which requests are translated together."""
-    model = example.Served(fmt.Run(trained_run))
+    model = batching.ServedModel(fmt.Run(trained_run))
     model.translator, model.translator.decode = Recorded(), model.translator.decode
     return model
 
@@ -135,6 +139,17 @@ def test_it_answers_as_libretranslate_does(client, translator):
     german = {"code": "de", "name": "de", "targets": []}
     assert client.get("/languages") == (200, [english, german])
     assert client.get("/health") == (200, {"status": "ok"})
+
+
+def test_there_is_a_page_to_type_into_that_loads_nothing_else(client):
+    head, _, page = client.raw(b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n").partition(
+        b"\r\n\r\n"
+    )
+    assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert b"content-type: text/html" in head
+    assert b"content-security-policy: default-src 'none'; " in head
+    assert b"<textarea" in page
+    assert not re.search(rb"//|src=|import", page)
 
 
 def test_it_answers_as_openai_does(client, translator, trained_run):
@@ -285,13 +300,89 @@ def test_it_survives_what_is_no_request(client):
 
 
 def test_a_body_has_to_arrive(recorded):
-    head = b"POST /translate HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n"
-    with (
-        serving([recorded], read_seconds=0.2) as client,
-        socket.create_connection(("127.0.0.1", client.port), timeout=60) as connection,
-    ):
-        connection.sendall(head)
+    with serving([recorded], read_seconds=0.1) as client, client.connection() as connection:
+        connection.sendall(b"POST /translate HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n")
         assert connection.recv(4096).startswith(b"HTTP/1.1 408 ")
+
+
+HEALTH = b"GET /health HTTP/1.1\r\nHost: a\r\n"
+
+
+@pytest.mark.parametrize(
+    ("asked", "sent"),
+    [
+        (b"", b""),
+        (b"", HEALTH),
+        (HEALTH + b"\r\n", HEALTH),
+        (HEALTH + b"Content-Length: 100\r\n\r\n", b"{"),
+    ],
+    ids=["nothing", "half a header", "half a second header", "half a body after the answer"],
+)
+def test_a_connection_on_which_nothing_is_asked_is_closed(recorded, patience, asked, sent):
+    with serving([recorded]) as client:
+        if not asked:
+            patience(0.1)
+        with client.connection() as connection:
+            if asked:
+                connection.sendall(asked[:1])
+                until(lambda: client.get("/health")[0] == 200)  # It was connected before.
+                patience(0.1)
+                connection.sendall(asked[1:])
+                assert connection.recv(4096).startswith(b"HTTP/1.1 200 OK")
+            with contextlib.suppress(ConnectionError):
+                connection.sendall(sent)
+                while connection.recv(4096):
+                    pass
+
+
+@pytest.fixture
+def patience(monkeypatch):
+    """A function that says how long connections wait for their clients from now on."""
+
+    def set_seconds(seconds):
+        monkeypatch.setattr(http.TimedConnection, "read_seconds", seconds)
+
+    set_seconds(10_000)
+    monkeypatch.setattr(http, "connection_class", lambda limits: http.TimedConnection)
+    return set_seconds
+
+
+def is_healthy(client):
+    """Whether a request is answered in time."""
+    with contextlib.suppress(ConnectionError):
+        return b"200 OK" in client.raw(HEALTH + b"Connection: close\r\n\r\n")
+
+
+def test_half_headers_do_not_lock_others_out(recorded):
+    with (
+        serving([recorded], read_seconds=0.1, connections=5) as client,
+        contextlib.ExitStack() as stack,
+    ):
+        for _ in range(22):
+            stack.enter_context(client.connection()).sendall(HEALTH[:1])
+        until(lambda: is_healthy(client))
+
+
+def test_an_answer_that_nobody_reads_ends_its_connection(recorded, patience):
+    recorded.translator.repeated = 10_000_000
+    with serving([recorded], connections=2) as client, socket.socket() as connection:
+        recorded.translator.may_continue.clear()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", client.port))
+        send_text(connection, "long")
+        until(lambda: recorded.translator.calls)
+        patience(0.1)
+        recorded.translator.may_continue.set()
+        until(lambda: is_healthy(client))
+
+
+def send_text(connection, text):
+    """Sends a request without waiting for the answer."""
+    body = json.dumps({"q": text, **PAIR})
+    connection.sendall(
+        b"POST /translate HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+        + f"Content-Length: {len(body)}\r\n\r\n{body}".encode()
+    )
 
 
 def in_threads(client, texts):
@@ -303,9 +394,7 @@ def in_threads(client, texts):
 
 
 def until(condition):
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
+    while not condition():  # The time limit is that of a test.
         time.sleep(0.01)
 
 
@@ -315,8 +404,10 @@ def busy(recorded, client):
     recorded.translator.may_continue.clear()
     first = in_threads(client, ["first"])
     until(lambda: recorded.translator.calls)
-    yield
-    recorded.translator.may_continue.set()
+    try:
+        yield
+    finally:
+        recorded.translator.may_continue.set()
     assert first[0].result() == (200, {"translatedText": "FIRST"})
 
 
@@ -332,8 +423,22 @@ def test_requests_that_wait_are_translated_together(recorded):
     assert (first, sorted(second)) == (["first"], ["", "a", "b", "c", "d"])
 
 
+def test_a_request_whose_client_has_gone_is_not_translated(recorded):
+    with serving([recorded]) as client:
+        with busy(recorded, client):
+            (kept,) = in_threads(client, ["kept"])
+            until(lambda: recorded.queue.qsize() == 1)
+            with client.connection() as connection:
+                send_text(connection, "gone")
+                until(lambda: recorded.queue.qsize() == 2)
+            # The server notices it while the translator is busy.
+            until(lambda: [job.done.done() for job in recorded.queue._queue] == [False, True])
+        assert kept.result() == (200, {"translatedText": "KEPT"})
+    assert recorded.translator.calls == [["first"], ["kept"]]
+
+
 def test_a_batch_is_limited(recorded, monkeypatch):
-    monkeypatch.setattr(example, "BATCH_CHARACTERS", 10)
+    monkeypatch.setattr(batching, "BATCH_CHARACTERS", 10)
     with serving([recorded]) as client:
         with busy(recorded, client):
             answers = in_threads(client, ["a" * 6] * 5)
@@ -370,7 +475,7 @@ def test_too_many_requests_are_refused(recorded):
 
 def test_pairs_of_languages_choose_the_model(recorded, trained_run, monkeypatch, tmp_path):
     (tmp_path / "other").symlink_to(trained_run)
-    other = example.Served(fmt.Run(tmp_path / "other"), "fr-en")
+    other = batching.ServedModel(fmt.Run(tmp_path / "other"), "fr-en")
     other.name, other.translator = "other", recorded.translator
     with serving([recorded, other]) as client:
         english = {"code": "en", "name": "en", "targets": ["de"]}
@@ -378,41 +483,36 @@ def test_pairs_of_languages_choose_the_model(recorded, trained_run, monkeypatch,
         into_english = {"q": "a", "source": "auto", "target": "en"}
         assert client.post("/translate", into_english) == (200, {"translatedText": "A"})
     with pytest.raises(UserError, match="--run: the folders of two runs have the same name"):
-        example.Server([recorded, recorded], example.Limits())
+        http.Server([recorded, recorded], http.Limits())
 
 
 @pytest.mark.parametrize(
-    ("options", "code", "message"),
+    ("options", "message"),
     [
-        (["--run", "runs/none"], 1, "server.py: error: there is no run folder"),
-        (["--run", "{run}", "--languages", "ende"], 1, "write source and target, such as en-de"),
-        (["--run", "{run}", "--max-requests", "0"], 2, "limits must be above 0"),
-        (["--run", "{run}", "--languages", "en-de", "--languages", "en-fr"], 2, "once for each"),
-        (["--run", "{run}", "--port", "{port}"], 1, "Address already in use"),
+        ([], "--run is missing"),
+        (["--run", "runs/none"], "there is no run folder"),
+        (["--run", "{run}", "--languages", "ende"], "write source and target, such as en-de"),
+        (["--run", "{run}", "--max-requests", "0"], "--max-requests=0: must be at least 1"),
+        (["--run", "{run}", "--read-timeout", "0"], "--read-timeout=0.0: must be above 0"),
+        (["--run", "{run}", "--languages", "en-de", "--languages", "en-fr"], "once for each"),
+        (["--run", "{run}", "--port", "{port}"], "Address already in use"),
     ],
 )
-def test_it_starts_or_says_why_not(trained_run, monkeypatch, capsys, options, code, message):
-    monkeypatch.setattr("flaxformer_mt.runtime.configure", lambda: None)
+def test_it_says_why_it_does_not_start(trained_run, capsys, options, message):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         names = {"run": trained_run, "port": taken.getsockname()[1]}
-        given = [option.format(**names) for option in options]
-        monkeypatch.setattr(sys, "argv", ["server.py", *given])
-        with pytest.raises(SystemExit) as exit_info:
-            example.main()
-    assert exit_info.value.code == code
+        assert main(["serve", *(option.format(**names) for option in options)]) == 1
     assert message in capsys.readouterr().err
 
 
-ROOT = Path(__file__).parent.parent
 REQUESTS, CLIENTS, MALFORMED_EVERY = 1000, 16, 20
 
 
 @contextlib.contextmanager
 def program(run, *options):
-    """Starts the program; yields it and a client."""
-    command = [sys.executable, ROOT / "examples/server.py", "--run", run, "--port", "0", *options]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+    """Starts the command; yields its process and a client."""
+    command = [sys.executable, "-m", "flaxformer_mt", "serve", "--run", run, "--port", "0"]
+    with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True) as process:
         try:
             line = process.stdout.readline()
             address = re.fullmatch(r"translating at http://127\.0\.0\.1:(\d+); Ctrl-C ends\n", line)
@@ -425,6 +525,45 @@ def peak_memory(process):
     """Returns the most memory that a process has had, in bytes."""
     status = Path(f"/proc/{process.pid}/status").read_text()
     return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", status)[1])
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_sigterm_ends_it_when_everything_is_answered(trained_run, is_busy):
+    with program(trained_run) as (process, client):
+        expected = client.post("/translate", {"q": "two birds", **PAIR})
+        assert expected[0] == 200
+        with contextlib.ExitStack() as stack:
+            if is_busy:
+                body = json.dumps({"q": "two birds", **PAIR}).encode()
+                connection = stack.enter_context(client.connection())
+                answer = client_library.HTTPResponse(connection)
+                connection.sendall(
+                    b"POST /translate HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+                    b"Expect: 100-continue\r\n" + f"Content-Length: {len(body)}\r\n\r\n".encode()
+                )
+                # The request is in work, and cannot end before the signal.
+                assert connection.recv(25) == b"HTTP/1.1 100 Continue\r\n\r\n"
+            process.send_signal(signal.SIGTERM)
+            if is_busy:
+                connection.sendall(body)
+                answer.begin()
+                assert (answer.status, json.loads(answer.read())) == expected
+        assert process.wait(600) == 0
+
+
+def test_pages_of_other_origins_are_allowed_by_option(recorded):
+    def allowed(client, method, path, **headers):
+        connection = client_library.HTTPConnection("127.0.0.1", client.port, timeout=300)
+        with contextlib.closing(connection):
+            connection.request(method, path, headers={"Origin": "https://a.example", **headers})
+            return connection.getresponse().headers["Access-Control-Allow-Origin"]
+
+    asked = {"Access-Control-Request-Method": "POST"}
+    asked["Access-Control-Request-Headers"] = "content-type"
+    for origins, answer in (((), None), (["https://a.example"], "https://a.example"), ("*", "*")):
+        with serving([recorded], origins) as client:
+            assert allowed(client, "GET", "/health") == answer
+            assert allowed(client, "OPTIONS", "/translate", **asked) == answer
 
 
 MALFORMED = [REFUSED[name] for name in ("no JSON", "numbers", "a list", "deep JSON", "no UTF-8")]
@@ -481,7 +620,7 @@ def test_it_stands_a_load_of_good_and_malformed_requests(trained_run, tmp_path):
         assert process.poll() is None
         assert client.get("/health") == (200, {"status": "ok"})
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 0
+        assert process.wait(600) == 0
     assert [each for each in answers if each[1] != each[2]] == []
     kinds = collections.Counter(kind for kind, *_ in answers)
     assert kinds["malformed"] + kinds["50 MB"] == REQUESTS // MALFORMED_EVERY

@@ -1,4 +1,4 @@
-"""Commands on the checkpoints of a run folder: `inspect` and `average`."""
+"""Commands on whole run folders: `inspect`, `average` and `publish`."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +9,7 @@ import tyro
 from flaxformer_mt.cli import output
 from flaxformer_mt.cli.options import CheckpointChoice, RunFolder
 from flaxformer_mt.config.fields import MAX_INTEGER, Bounds
-from flaxformer_mt.errors import UserError
+from flaxformer_mt.errors import UserError, shown
 
 
 def inspect(
@@ -84,6 +84,32 @@ def average(
         raise UserError("give --last or --best, the number of checkpoints to average")
     which: Literal["last", "best"] = "best" if last is None else "last"
     folder = output_folder or run / AVERAGED
+    if output_folder is None and shown(str(run)) != str(run):
+        raise UserError(f"--run={run} is read only: give the local folder to create as --output")
     steps = average_run(run, folder, last or best or 0, which, announce=output.print_note)
     listed = ", ".join(map(str, steps))
     output.print_lines([f"{folder}: the mean of the checkpoints of steps {listed}"])
+
+
+def publish(
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")],
+    url: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="URL")],
+) -> None:
+    """Publishes a run to an object store: adds what is new, removes what is gone.
+
+    The URL has to be empty, or hold this run, as after train --publish.
+
+    Examples:
+      flaxformer-mt publish RUN s3://bucket/run
+      flaxformer-mt translate --run s3://bucket/run < source.txt
+
+    Args:
+      run: Run folder.
+      url: Folder of the store, s3://bucket/run or gs://bucket/run.
+    """
+    from flaxformer_mt.remote import publishing
+    from flaxformer_mt.runs.folder import require_run
+
+    require_run(run)
+    publishing.publish(run, url)
+    output.print_lines([f"{run} is published: {url}"])

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from flaxformer_mt.errors import UserError, first_line, unusable
+from flaxformer_mt.errors import UserError, first_line, shown, unusable
 from flaxformer_mt.exit_codes import ExitCode
 from flaxformer_mt.interruption import Interruption, run_interruptibly
 from flaxformer_mt.standard_output import discard_output
@@ -82,9 +82,7 @@ def _reported(
         if error.filename is None and error.errno in _WRITE_ERRORS:
             discard_output()
             message = f"standard output cannot be written: {message}"
-    from flaxformer_mt.remote.copies import with_urls
-
-    print(f"{program}: error: {with_urls(message)}", file=sys.stderr)
+    print(f"{program}: error: {shown(message)}", file=sys.stderr)
     return failure
 
 

@@ -11,6 +11,7 @@ import shutil
 import textwrap
 import typing
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import docstring_parser
@@ -23,6 +24,8 @@ from tyro.constructors import (
 )
 
 from flaxformer_mt.config.fields import Bounds, bounds_of, require, shown
+from flaxformer_mt.remote.reading import local
+from flaxformer_mt.urls import require_local
 
 MAX_HELP_WIDTH = 100
 """Prose is wrapped to this width on wider terminals."""
@@ -46,7 +49,7 @@ def call(function: Callable[..., Any], prog: str, arguments: Sequence[str], **de
                 if isinstance(each, Bounds) and value is not None:
                     problem, option = each.problem(value), name.replace("_", "-")
                     require(not problem, f"--{option}={shown(value)}: {problem}")
-        return function(**values)
+        return function(**{name: _local(name, value) for name, value in values.items()})
 
     checked.__annotations__ = {
         name: Annotated[types[name], _described(documentation[name], parameter.default)]
@@ -68,6 +71,21 @@ def call(function: Callable[..., Any], prog: str, arguments: Sequence[str], **de
         config=(tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone),
         registry=registry,
     )
+
+
+_OUTPUTS = {"output_file", "output_folder", "json_file", "html", "junit", "markdown"}
+"""Parameters of commands that are written to."""
+
+
+def _local(name: str, value: Any) -> Any:
+    """Returns the value of a parameter with local copies in place of URLs; refuses outputs."""
+    if isinstance(value, tuple):
+        return tuple(_local(name, each) for each in value)
+    if not isinstance(value, Path) or name == "workdir":
+        return value
+    if name in _OUTPUTS:
+        require_local(value)
+    return local(value)
 
 
 def _described(text: str, default: object) -> Any:

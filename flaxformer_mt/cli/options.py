@@ -11,6 +11,7 @@ import tyro
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.presets import check_fields
+from flaxformer_mt.remote.reading import local
 from flaxformer_mt.runs import atomic
 
 if typing.TYPE_CHECKING:
@@ -42,7 +43,7 @@ def configured_search(arguments: Sequence[str]) -> DecodeConfig:
     from flaxformer_mt.runs.folder import read_config
 
     # Some versions of argparse leave an empty list of the value in `--run=--`.
-    return read_config(runs[0] or "--").decode
+    return read_config(local(runs[0] or "--")).decode
 
 
 def load_runs(folders: Sequence[Path], checkpoint: CheckpointChoice) -> list["TrainedModel"]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from flaxformer_mt.remote.copies import with_urls
+from flaxformer_mt.errors import shown
 from flaxformer_mt.runs import atomic
 
 _Group = TypeVar("_Group")
@@ -15,7 +15,7 @@ _Group = TypeVar("_Group")
 
 def print_lines(lines: Iterable[str]) -> None:
     """Prints lines as UTF-8 in every locale, with a newline character as line end."""
-    sys.stdout.buffer.writelines(f"{with_urls(line)}\n".encode() for line in lines)
+    sys.stdout.buffer.writelines(f"{shown(line)}\n".encode() for line in lines)
     sys.stdout.buffer.flush()
 
 
@@ -26,7 +26,7 @@ def print_json(values: Mapping[str, Any]) -> None:
 
 def print_note(line: str) -> None:
     """Prints a note to standard error."""
-    print(f"flaxformer-mt: note: {with_urls(line)}", file=sys.stderr)
+    print(f"flaxformer-mt: note: {shown(line)}", file=sys.stderr)
 
 
 def prompted(groups: Iterable[_Group], instructions: str) -> Iterator[_Group]:
@@ -52,24 +52,6 @@ def line_writer(path: Path) -> Iterator[Callable[[Iterable[str]], None]]:
             file.flush()  # `path` may be a pipe.
 
         yield write
-
-
-@contextlib.contextmanager
-def line_progress(total: int | None) -> Iterator[Callable[[], object]]:
-    """Shows a progress bar over `total` lines, if that is known and standard error a terminal.
-
-    Yields a function to call after each line.
-    """
-    if total is None or not sys.stderr.isatty():
-        yield lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
-
-    columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("Translating", total=total)
-        yield lambda: progress.advance(task)
 
 
 @contextlib.contextmanager

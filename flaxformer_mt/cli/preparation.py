@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-from flaxformer_mt.cli import output, remote_arguments
+from flaxformer_mt.cli import output
 from flaxformer_mt.cli.output_parts import Shard
 from flaxformer_mt.cli.training import experiment_of, parse_experiment
 from flaxformer_mt.config import ExperimentConfig
@@ -47,10 +47,7 @@ def names_run(arguments: Sequence[str]) -> bool:
 
 def run(arguments: Sequence[str]) -> int:
     """Parses the options and prepares the run."""
-    # Shards only add files, at the same time.
-    is_shard = any(each.partition("=")[0] == "--shard" for each in arguments)
-    with remote_arguments.run_folder(arguments, is_read=is_shard) as local_arguments:
-        prepare_run(parse(local_arguments), local_arguments)
+    prepare_run(parse(arguments), arguments)
     return 0
 
 

@@ -22,8 +22,8 @@ from flaxformer_mt.cli import (
     parity,
     pictures,
     preparation,
-    remote_arguments,
     score,
+    serve,
     training,
     translate,
 )
@@ -34,7 +34,6 @@ from flaxformer_mt.config.fields import suggestion
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.exit_codes import ExitCode
 from flaxformer_mt.memory_limits import require_address_space
-from flaxformer_mt.remote import copies
 
 _GROUPS: dict[str, tuple[Callable[..., int | None], ...]] = {
     "Training": (corpora.prepare, training.train, configs.configs, doctor.doctor),
@@ -46,7 +45,9 @@ _GROUPS: dict[str, tuple[Callable[..., int | None], ...]] = {
         pictures.plot,
         pictures.attention,
         checkpoints.average,
+        checkpoints.publish,
         corpora.lexicon,
+        serve.serve,
     ),
     "Published models": (convert.convert, parity.parity),
 }
@@ -81,14 +82,10 @@ def run(arguments: Sequence[str]) -> int:
     require_address_space()
     hints = typing.get_type_hints(command, include_extras=True)
     require_known(options, [*option_names(hints)], f"flaxformer-mt {name}")
-    if name != "doctor":
-        options = remote_arguments.with_copies(options, hints)
     try:
         if "decode" in inspect.signature(command).parameters:
             defaults["decode"] = configured_search(options)
-        code = help_text.call(command, f"flaxformer-mt {name}", options, **defaults) or 0
-        copies.publish()
-        return code
+        return help_text.call(command, f"flaxformer-mt {name}", options, **defaults) or 0
     except UserError as error:
         raise UserError(_with_option_names(str(error))) from error
 

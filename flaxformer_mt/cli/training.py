@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 import tyro
 
 from flaxformer_mt import exit_codes, runtime
-from flaxformer_mt.cli import help_text, remote_arguments
+from flaxformer_mt.cli import help_text
 from flaxformer_mt.cli.unknown_options import option_names, require_known
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.config.experiment import groups
@@ -21,7 +21,10 @@ from flaxformer_mt.config.files import load_config
 from flaxformer_mt.errors import UserError, prefixed
 from flaxformer_mt.interruption import Interruption
 from flaxformer_mt.memory_limits import require_address_space
+from flaxformer_mt.remote.publishing import is_published
+from flaxformer_mt.remote.reading import local
 from flaxformer_mt.runs.layout import CONFIG
+from flaxformer_mt.urls import require_local
 
 _Flags = TypeVar("_Flags")
 
@@ -46,6 +49,9 @@ class Flags(ExperimentConfig):
     find_learning_rate: bool = False
     """Try growing learning rates in at most 200 steps from the start, without a run: plot the loss
     over them beside the run folder, as WORKDIR-learning-rate.png, and suggest a rate."""
+    publish: str = ""
+    """URL of an object store, s3://bucket/run, to which the run is published while it trains, and
+    from which it is continued if the run folder is empty; see docs/remote.md."""
     coordinator: str = ""
     """HOST:PORT of the first of several processes that train together; see docs/scaling.md."""
     num_processes: int = 0
@@ -111,12 +117,17 @@ def _configuration_file(arguments: Sequence[str], wants_help: bool) -> Path | No
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--config", type=Path)
     finder.add_argument("--workdir", type=Path)
+    finder.add_argument("--publish", default="")
     given = finder.parse_known_args(arguments)[0]
+    if given.workdir is not None:
+        require_local(given.workdir)
     if given.config is not None or given.workdir is None:
-        return given.config
+        return given.config if given.config is None else local(given.config)
     file = given.workdir / CONFIG
     if file.is_file():
         return file
+    if given.publish and is_published(given.publish):
+        return local(given.publish) / CONFIG
     if wants_help:
         return None
     raise UserError(
@@ -133,11 +144,9 @@ def run(
     """Parses the command line and trains."""
     runtime.configure()
     logging.basicConfig(level=logging.WARNING, format=f"{program}: warning: %(message)s")
-    is_read = bool({"--dry-run", "-h", "--help"} & set(arguments))
-    with remote_arguments.run_folder(arguments, is_read=is_read) as local_arguments:
-        flags = parse_flags(local_arguments, program)
-        require_address_space()
-        train(flags, interruption)
+    flags = parse_flags(arguments, program)
+    require_address_space()
+    train(flags, interruption)
 
 
 def train(flags: Flags, interruption: Interruption | None = None) -> None:
@@ -165,6 +174,8 @@ def train(flags: Flags, interruption: Interruption | None = None) -> None:
     distributed.initialize(flags.coordinator, flags.num_processes, flags.process_id, flags.cluster)
     if interruption is not None:
         interruption.install_handlers()  # JAX has replaced that of SIGTERM.
+    if flags.publish and (flags.dry_run or flags.find_learning_rate):
+        raise UserError(f"--publish={flags.publish} has no effect without training: leave it out")
     if flags.dry_run:
         experiment.dry_run(flags.experiment(), flags.workdir, accept_changes=flags.accept_changes)
     elif flags.find_learning_rate:
@@ -175,6 +186,7 @@ def train(flags: Flags, interruption: Interruption | None = None) -> None:
             flags.workdir,
             interruption=interruption,
             accept_changes=flags.accept_changes,
+            publish=flags.publish or None,
         )
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 import stat
@@ -24,7 +25,8 @@ from flaxformer_mt.cli.options import (
 from flaxformer_mt.cli.output_parts import Shard, part_writer
 from flaxformer_mt.config.fields import Bounds
 from flaxformer_mt.data.corpora.text_files import arriving_lines, count_lines, digest_file, opened
-from flaxformer_mt.errors import UserError
+from flaxformer_mt.errors import UserError, shown
+from flaxformer_mt.standard_output import progress_bar
 
 Milliseconds = Annotated[int | None, Bounds(0, 10**9), tyro.conf.arg(metavar="MS")]
 _MAX_LATENCY = 100
@@ -107,7 +109,7 @@ def translate(
         if lines is not None and is_part and input_file and output_file:
             settings = {
                 "input": digest_file(input_file).hex(),
-                "models": [[str(each.folder.absolute()), each.step] for each in runs],
+                "models": [[shown(str(each.folder.absolute())), each.step] for each in runs],
                 "search": dataclasses.asdict(translator.decode),
                 "formats": dataclasses.asdict(form),
             }
@@ -117,7 +119,8 @@ def translate(
             )
         elif output_file:
             write = stack.enter_context(output.line_writer(output_file))
-        advance = stack.enter_context(output.line_progress(None if lines is None else len(lines)))
+        total = None if lines is None else len(lines)
+        advance = functools.partial(stack.enter_context(progress_bar("Translating", total)), 1)
         if max_latency is None and not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
             max_latency = _MAX_LATENCY
         max_wait = math.inf if max_latency is None else max_latency / 1000

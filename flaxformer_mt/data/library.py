@@ -4,15 +4,23 @@ The stream of `packed` is the one that training runs read: the same batches, in 
 """
 
 import contextlib
-import tempfile
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from jax.sharding import Mesh
 
-from flaxformer_mt.config import DataConfig, ExperimentConfig, TrainConfig, TransformerConfig
+from flaxformer_mt.config import (
+    CONTINUATIONS,
+    DataConfig,
+    ExperimentConfig,
+    TrainConfig,
+    TransformerConfig,
+    to_dict,
+)
 from flaxformer_mt.config.data import CorpusKind, Quoting
+from flaxformer_mt.config.fields import FieldRole, names_with
 from flaxformer_mt.data.corpora.corpus import Corpus, ParallelCorpus, open_path, with_alignments
 from flaxformer_mt.data.stream.batches import Batch, BatchShape, make_batch
 from flaxformer_mt.data.stream.encoded_corpus import encode_corpus
@@ -22,6 +30,7 @@ from flaxformer_mt.data.stream.token_store import open_stores
 from flaxformer_mt.data.stream.training_stream import TrainingStream
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError, UserTypeError
+from flaxformer_mt.runs import atomic
 
 Pairs: TypeAlias = Corpus | Iterable[tuple[str, str]]
 """What `read_pairs` returns, or pairs of a source and a target sentence."""
@@ -117,7 +126,9 @@ def packed(
 
         data = fmt.packed(pairs, tokenizers, config, rows=256, length=64, seed=0)
 
-    The batches are a function of the arguments and of the position.
+    The batches are a function of the arguments and of the position. Positions carry a record of
+    all that the batches depend on: pairs, vocabularies, model and options. `Checkpoints` and
+    `batches` refuse a position of another stream.
 
     Args:
       pairs: one corpus or several, which are mixed in proportion to their sizes and weights.
@@ -148,10 +159,40 @@ def packed(
     with contextlib.ExitStack() as stack:
         if cache is None:
             # A mapped file can be read after its name is removed, and does not outlive the process.
-            temporary = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-            cache = stack.enter_context(temporary)
-        stores = open_stores(Path(cache), _corpora(pairs), tokenizers, experiment)
-    return TrainingStream(stores, experiment, tokenizers.source)
+            cache = stack.enter_context(atomic.temporary_folder())
+        corpora = _corpora(pairs)
+        stores = open_stores(Path(cache), corpora, tokenizers, experiment)
+    record = _identity(corpora, tokenizers, experiment, rows)
+    return TrainingStream(stores, experiment, tokenizers.source, record)
+
+
+def _identity(
+    corpora: Sequence[Corpus], tokenizers: Tokenizers, experiment: ExperimentConfig, rows: int
+) -> str:
+    """Returns what the batches of `packed` depend on, and the model, as a JSON object."""
+    options = to_dict(experiment)
+    model = {
+        f"model.{name}": value
+        for name, value in options["model"].items()
+        if CONTINUATIONS[f"model.{name}"] in ("accepted", "never")
+    }
+    data = {
+        name: options["data"][name]
+        for name in names_with(DataConfig, FieldRole.TOKENS, FieldRole.ROWS)
+    }
+    values = {
+        "pairs": [corpus.fingerprint for corpus in corpora],
+        "tags": [corpus.tag for corpus in corpora],
+        "weights": [corpus.weight for corpus in corpora],
+        "languages": [corpus.languages for corpus in corpora],
+        "source vocabulary": tokenizers.source.fingerprint,
+        "target vocabulary": tokenizers.target.fingerprint,
+        "seed": experiment.train.seed,
+        "rows": rows,
+        **data,
+        **model,
+    }
+    return json.dumps(values, sort_keys=True)
 
 
 def padded(

@@ -14,7 +14,6 @@ separately:
 
 import contextlib
 import dataclasses
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from typing import Any
 import jax
 from rich.console import Console
 
+from flaxformer_mt import distributed
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.config.files import load_config
 from flaxformer_mt.decoding.text_arguments import require_path
@@ -37,9 +37,7 @@ from flaxformer_mt.experiment.preparation import prepare as prepare
 from flaxformer_mt.experiment.preparation import tokenize as tokenize
 from flaxformer_mt.experiment.rate_range import find_learning_rate as find_learning_rate
 from flaxformer_mt.interruption import Interruption, handle_signals
-from flaxformer_mt.remote.copies import with_urls
-from flaxformer_mt.remote.run_folders import training_folder
-from flaxformer_mt.remote.stores import url_of
+from flaxformer_mt.remote.publishing import continue_from, publishing
 from flaxformer_mt.run_reader import Run
 from flaxformer_mt.runs import atomic
 from flaxformer_mt.runs.layout import METRICS
@@ -51,6 +49,7 @@ from flaxformer_mt.training.reporting.callbacks import Callback, Callbacks
 from flaxformer_mt.training.reporting.console import print_labelled
 from flaxformer_mt.training.reporting.metrics import Writer
 from flaxformer_mt.training.reporting.trackers import Tracker
+from flaxformer_mt.urls import require_local
 
 
 def train(
@@ -64,6 +63,7 @@ def train(
     console: Console | None = None,
     interruption: Interruption | None = None,
     accept_changes: bool = False,
+    publish: str | None = None,
 ) -> Run:
     """Trains an experiment, or continues it, and evaluates the best checkpoint on the test corpus.
 
@@ -101,6 +101,8 @@ def train(
         if this is the main thread.
       accept_changes: continue a run with other values of some options, or other text, after its
         newest checkpoint; see docs/training.md. `config.json` keeps the history.
+      publish: the URL of an object store to which the run is published while it trains. If the
+        folder is empty, the run that is published there is continued; see docs/remote.md.
 
     Raises:
       TypeError: an argument is of another type.
@@ -110,12 +112,7 @@ def train(
     if not isinstance(config, ExperimentConfig):
         config = load_config(require_path(config, "config", "an ExperimentConfig or a path"))
     workdir = require_path(workdir, "workdir")
-    if url := url_of(workdir):
-        options = {"objective": objective, "frozen": frozen, "callbacks": callbacks}
-        options |= {"writers": writers, "console": console, "interruption": interruption}
-        with training_folder(url) as copy:
-            train(config, copy, accept_changes=accept_changes, **options)
-        return Run(url)
+    require_local(workdir)
     console = console or make_console(
         BestEffortOutput(f"training goes on without it, and {workdir / METRICS} has all metrics")
     )
@@ -125,9 +122,18 @@ def train(
     if isinstance(callbacks, Iterator):
         callbacks = list(callbacks)
     Callbacks(callbacks)  # Raises now what `fit` would raise.
+    if publish:
+        if distributed.is_main():
+            continue_from(publish, workdir)
+        distributed.barrier("published run")
     check_before_start(config, workdir, accept_changes)
     require_training_memory(config, make_devices(config))
-    with open_folder(workdir, console.print) as folder:
+    with (
+        open_folder(workdir, console.print) as folder,
+        publishing(folder, publish)
+        if publish and distributed.is_main()
+        else contextlib.nullcontext(),
+    ):
         experiment = prepare(
             config, folder, objective=objective, frozen=frozen, accept_changes=accept_changes
         )
@@ -139,8 +145,7 @@ def train(
         if experiment.dataset.test is not None:
             print_test(experiment, folder, experiment.dataset.test, console)
         if config.model.has_inputs:  # A language model does not translate.
-            name = with_urls(str(folder))
-            console.print(f"translate with: flaxformer-mt translate --run {name} < source.txt")
+            console.print(f"translate with: flaxformer-mt translate --run {folder} < source.txt")
     return Run(workdir)
 
 
@@ -160,9 +165,9 @@ def dry_run(
         raise UserError("--dry-run is for one process: start it without the others")
     check_before_start(config, workdir, accept_changes)
     atomic.require_writable(workdir)
-    with tempfile.TemporaryDirectory() as cache:
+    with atomic.temporary_folder() as cache:
         experiment = prepare(
-            config, workdir, cache_folder=Path(cache), write=False, accept_changes=accept_changes
+            config, workdir, cache_folder=cache, write=False, accept_changes=accept_changes
         )
         print_labelled(experiment.report(), console)
         print_labelled(experiment.export_obstacles(), console)

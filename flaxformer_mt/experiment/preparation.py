@@ -20,7 +20,7 @@ from flaxformer_mt.decoding.translator import check_search
 from flaxformer_mt.experiment.checks import require_effects, require_shared_vocabulary
 from flaxformer_mt.experiment.folder import require_shared
 from flaxformer_mt.experiment.parts import Experiment
-from flaxformer_mt.remote.copies import local_list
+from flaxformer_mt.remote.reading import local_list
 from flaxformer_mt.runs import folder as run_folder
 from flaxformer_mt.runs.layout import CACHE
 from flaxformer_mt.runs.manifest import made_once

@@ -5,7 +5,6 @@ grows exponentially, and divergence ends the test, as in fastai's `lr_find`.
 """
 
 import dataclasses
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +21,7 @@ from flaxformer_mt.experiment.checks import check_before_start
 from flaxformer_mt.experiment.fitting import make_console
 from flaxformer_mt.experiment.parts import Experiment
 from flaxformer_mt.experiment.preparation import prepare
+from flaxformer_mt.runs import atomic
 from flaxformer_mt.training.devices import make_devices
 from flaxformer_mt.training.memory import require_training_memory
 from flaxformer_mt.training.optimizer import make_schedule
@@ -71,8 +71,8 @@ def find_learning_rate(
         raise UserError("--find-learning-rate is for one process: start it without the others")
     check_before_start(config, workdir)
     require_training_memory(config, make_devices(config))
-    with tempfile.TemporaryDirectory() as cache:
-        prepared = prepare(config, workdir, cache_folder=Path(cache), write=False)
+    with atomic.temporary_folder() as cache:
+        prepared = prepare(config, workdir, cache_folder=cache, write=False)
         print_labelled(prepared.report(), console)
         rates = np.geomspace(LOWEST, HIGHEST, steps)
         losses: list[float] = []

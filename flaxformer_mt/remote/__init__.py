@@ -1,5 +1,5 @@
-"""Remote paths such as s3://bucket/run: everything else works on private local copies of them.
+"""Object stores, one way: what is read is downloaded, and runs are published.
 
-`stores` has the names and the access by fsspec, `copies` the copies, `lease` the lock of a run
-folder, `run_folders` the folder of a run that is being trained.
+`stores` has the requests, `index` the file that says what was published, `reading` local copies of
+files and folders, `publishing` what a publisher adds and removes.
 """

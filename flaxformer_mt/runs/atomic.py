@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from flaxformer_mt.errors import UserError, first_line
-from flaxformer_mt.remote.stores import require_local
+from flaxformer_mt.urls import require_local
 
 MARKER = ".flaxformer_mt"
 """Name of the file that marks a workspace."""
@@ -114,6 +114,22 @@ def workspace(parent: Path) -> Iterator[Path]:
         yield folder
     finally:
         _delete_workspace(folder, descriptor)
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Yields a workspace in the system's folder for temporary files (TMPDIR).
+
+    What cannot be deleted yet, such as files on NFS that are mapped, is deleted by a later call.
+    """
+    parent = Path(tempfile.gettempdir())
+    remove_leftovers(parent)
+    folder, descriptor = _new_workspace(parent)
+    try:
+        yield folder
+    finally:
+        with contextlib.suppress(OSError):
+            _delete_workspace(folder, descriptor)
 
 
 def _new_workspace(parent: Path) -> tuple[Path, int]:

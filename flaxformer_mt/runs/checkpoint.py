@@ -11,26 +11,17 @@ them; they are moved to a workspace first. So a process may be killed at any mom
 name is a number was complete once, and there is always one.
 """
 
-import asyncio
 import contextlib
-import contextvars
-import dataclasses
-import errno
 import functools
-import logging
-import math
-import os
-import re
-import threading
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from jax.sharding import SingleDeviceSharding
@@ -38,16 +29,21 @@ from orbax.checkpoint.args import Composite, StandardRestore, StandardSave
 
 from flaxformer_mt import distributed
 from flaxformer_mt.config import ValidationMetric
-from flaxformer_mt.errors import UserError, first_line, prefixed
-from flaxformer_mt.input_files import max_content
-from flaxformer_mt.runs import atomic, data_file, step_folders
+from flaxformer_mt.errors import UserError, prefixed
+from flaxformer_mt.runs import (
+    atomic,
+    buffers,
+    data_file,
+    identity,
+    orbax_errors,
+    state_items,
+    step_folders,
+)
 from flaxformer_mt.runs.layout import EMA, PARAMS, PROGRESS, TRAINING, CheckpointSelector
 from flaxformer_mt.runs.manifest import damage
+from flaxformer_mt.runs.state_items import Shapes
 from flaxformer_mt.runs.step_folders import kept_steps
 
-Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
-"""Shapes of arrays by path."""
-_is_reading = contextvars.ContextVar("_is_reading", default=False)
 State = TypeVar("State")
 Position = TypeVar("Position")
 
@@ -55,7 +51,7 @@ Position = TypeVar("Position")
 class Checkpoints:
     """Writes checkpoints of any pytree in the background, and restores the newest one.
 
-        with fmt.Checkpoints("runs/mine") as checkpoints:
+        with fmt.Checkpoints("runs/mine", optimizer=optimizer) as checkpoints:
             state, position = checkpoints.restore_or(state, data.start)
             ...
             checkpoints.save(position.step, state, position)
@@ -64,6 +60,11 @@ class Checkpoints:
     together, each has `Checkpoints` of the same folder, and all call the same methods. A state that
     is a dict or a dataclass with the member "params" can be used by everything that reads the
     parameters of a run, such as `average` and `train.init_from`; of "ema", too, if it is not None.
+
+    A script continues only what it began. Each checkpoint records the shapes and dtypes of the
+    state, the types of its containers, the functions and constants of the optimizer, and, with the
+    position, everything that the batches depend on. A checkpoint is restored if all are the same.
+    The code of your step is not recorded, and neither is the seed of `compile_step`.
     """
 
     def __init__(
@@ -73,6 +74,8 @@ class Checkpoints:
         keep_best: int = 1,
         best_metric: ValidationMetric = "loss",
         announce: Callable[[str], None] = print,
+        *,
+        optimizer: optax.GradientTransformation | None = None,
     ) -> None:
         """Opens or creates the run's folder of checkpoints.
 
@@ -87,6 +90,10 @@ class Checkpoints:
           keep_best: number of best checkpoints to keep, by `best_metric`.
           best_metric: the validation metric that ranks checkpoints.
           announce: called with one line for each damaged checkpoint.
+          optimizer: the optimizer of the state. Its state alone does not tell Adam from Adamax, nor
+            one learning rate from another. None = the one that the function of `compile_step`
+            names: it is then compared before the first step. Give it if several `Checkpoints` are
+            open, or if a step finds its optimizer in an object.
 
         Raises:
           UserError: the folder cannot be written to, or a checkpoint or `data.json` cannot be read.
@@ -99,14 +106,18 @@ class Checkpoints:
         self._keep_last = keep_last
         self._keep_best = keep_best
         self._best_metric = best_metric
+        self._optimizer = {} if optimizer is None else identity.of_optimizer(optimizer.update)
+        self._began_with: dict[str, Any] = {}
+        """The optimizer of the restored checkpoint, until it is compared."""
+        identity.open_checkpoints.add(self)
         self._scores: dict[int, float] = {}
         """Ranking scores of checkpoints that are not known to be damaged; only in process 0."""
         self._unverified: set[int] = set()
         """Those of earlier processes that were not hashed yet, which takes time."""
         if distributed.is_main():
-            _require_writable_name(self._folder)
+            orbax_errors.require_writable_name(self._folder)
             problem = f"{self._folder} cannot be written to:"
-            with _explained(problem):
+            with orbax_errors.explained(problem):
                 atomic.make_folder(self._folder)
                 atomic.remove_leftovers(self._folder)
                 with atomic.workspace(self._folder):
@@ -115,7 +126,7 @@ class Checkpoints:
                 self._folder, names=[PROGRESS], metric=best_metric
             )
             self._unverified = set(self._scores)
-            with _explained(problem):
+            with orbax_errors.explained(problem):
                 for step, cause in damaged.items():
                     self._set_aside(step, cause)
                 while self._scores and not self._is_intact(max(self._scores)):
@@ -123,14 +134,15 @@ class Checkpoints:
             if self._scores:
                 data_file.mark_trained(self.run_folder)
         newest = int(_from_first_process(np.int32(max(self._scores, default=-1))))
-        self._latest = None if newest < 0 else newest
+        self._latest = self._complete = None if newest < 0 else newest
+        """The newest checkpoint, and the newest one of which everything is written."""
 
-        _complete_all_tasks()
         # Folders are created before the threads start: if creation failed, these would wait for
         # them forever and keep the process from exiting.
         at_once = ocp.options.AsyncOptions(create_directories_asynchronously=False)
-        handlers = _handlers(ocp.options.MultiprocessingOptions())
-        self._orbax = ocp.AsyncCheckpointer(handlers, async_options=at_once)
+        options = ocp.options.MultiprocessingOptions()
+        self._items = {name: _Item(multiprocessing_options=options) for name in _ITEMS}
+        self._orbax = ocp.AsyncCheckpointer(_handler(options, self._items), async_options=at_once)
         # One thread, which completes a checkpoint once Orbax has written its part.
         self._finisher = ThreadPoolExecutor(1, "checkpoint")
         self._unfinished: Future[None] | None = None
@@ -166,78 +178,130 @@ class Checkpoints:
             is full.
         """
         self.wait()
-        items = _divided(jax.tree.map(_as_array, state))
+        items = state_items.divided(state_items.as_arrays(state))
+        record = step_folders.make_record(
+            self._best_metric,
+            metrics or {},
+            state_items.to_json(position),
+            self._run_id,
+            {**identity.of_state(state), **self._optimizer},
+        )
         with self._explained(step):
             partial = self._new_workspace() / str(step)
             self._orbax.save(
                 partial,
-                args=Composite(**{name: StandardSave(item) for name, item in items.items()}),
+                args=Composite(**{name: _Save(item) for name, item in items.items()}),
             )
-        record = step_folders.make_record(
-            self._best_metric, metrics or {}, _to_json(position), self._run_id
-        )
-        self._unfinished = self._finisher.submit(self._finish, partial, record)
+            self._unfinished = self._finisher.submit(self._finish, partial, record)
         self._latest = step
 
     def latest_step(self) -> int | None:
         """The step of the newest checkpoint, or None."""
         return self._latest
 
-    def restore_or(self, state: State, position: Position) -> tuple[State, Position]:
+    def restore_or(
+        self, state: State, position: Position, *, accept_changes: bool = False
+    ) -> tuple[State, Position]:
         """Restores the newest checkpoint, or returns the arguments if there is none.
 
         Args:
           state: a state with the shapes, dtypes and shardings to restore to, concrete or abstract.
-          position: of the type that was saved.
+          position: of the type that was saved, such as `data.start`.
+          accept_changes: whether to go on if optimizer, dtypes, model or data have changed. No
+            uninterrupted training equals that one: arrays are converted to the new dtypes, the
+            numbers of one optimizer are read as those of another, and changed data begin with the
+            next epoch.
 
         Raises:
-          UserError: the checkpoint holds another kind of state or position, or parameters only, or
-            is of another run.
+          UserError: the checkpoint is of another optimizer, model or stream of batches, which is
+            named; or it holds another kind of state or position, or parameters only, or is of
+            another run.
         """
         if self._latest is None:
             return state, position
-        state, saved = self.restore(state)
+        self.wait()
+        path, record = self._record()
+        changes: list[str] = []
+        wanted: Any = position
         try:
-            return state, _from_json(saved, position)
+            saved = state_items.from_json(record["progress"], position)
+            if hasattr(wanted, "continued_in"):  # A position in a stream of batches.
+                changes = identity.differences(saved.identity, wanted.identity)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise UserError(
-                f"{self._folder / str(self._latest)} holds another kind of position than "
-                f"{type(position).__name__}: {saved}"
+                f"{path} holds another kind of position than {type(position).__name__}: "
+                f"{record['progress']}"
             ) from error
+        state = self._restored(state, accept_changes, changes)
+        return state, saved.continued_in(wanted) if changes else saved
 
-    def restore(self, template: State) -> tuple[State, Any]:
+    def restore(self, template: State, *, accept_changes: bool = False) -> tuple[State, Any]:
         """Restores the newest checkpoint, which must exist.
 
-        The shardings of the template need not be those that the checkpoint was written with.
+        The shardings of the template need not be those that the checkpoint was written with. A
+        compiled step can use the memory of the state again. `accept_changes` as of `restore_or`.
 
         Returns:
           The state, and the JSON values of the position that was saved with it.
         """
         self.wait()
+        state = self._restored(template, accept_changes, [])
+        return state, self._record()[1]["progress"]
+
+    def _record(self) -> tuple[Path, dict[str, Any]]:
         path = self._folder / str(self._latest)
         record = step_folders.read_record(path)
         step_folders.check_run(record, path, self._run_id)
-        items = _divided(jax.tree.map(_like, template))
+        return path, record
+
+    def _restored(self, template: State, accept_changes: bool, changes: list[str]) -> State:
+        path, record = self._record()
+        items = state_items.divided(state_items.like(template))
         if TRAINING in items and not (path / TRAINING).is_dir():
             raise UserError(
                 f"{path} holds parameters only and cannot be continued: start a run in another "
                 f"--workdir with --train.init-from={self.run_folder}"
             )
-        with _reading(path):
+        with orbax_errors.reading(path):
             stored = self._orbax.metadata(path).item_metadata
-            _check_same_kind(path, stored, items)
-            _check_chunks(path, {name: stored[name].tree for name in items})
+            with prefixed(f"{path} holds "):
+                dtypes = state_items.changed_dtypes(stored, items)
+            there = dict(record["identity"])
+            if not self._optimizer:
+                began_with = {name: there.pop(name) for name in [*there] if _is_of_optimizer(name)}
+                self._began_with = {} if accept_changes else began_with
+            here = {**identity.of_state(template), **self._optimizer}
+            changes = [*changes, *identity.differences(there, here), *dtypes]
+            if not accept_changes:
+                _require_unchanged(path, changes)
+            orbax_errors.check_chunks(path, {name: stored[name].tree for name in items})
             restored = self._orbax.restore(
                 path,
-                args=Composite(**{name: StandardRestore(item) for name, item in items.items()}),
+                args=Composite(**{name: _Restore(item) for name, item in items.items()}),
             )
-        return _joined(template, restored), record["progress"]
+        return buffers.owned(state_items.joined(template, restored))
+
+    def compare_optimizer(self, found: dict[str, Any]) -> None:
+        """Compares the optimizer of a step with that of the restored checkpoint, if none was given.
+
+        Raises:
+          UserError: it is another one.
+        """
+        if found and self._began_with and not self._optimizer:
+            path = self._folder / str(self._latest)
+            _require_unchanged(path, identity.differences(self._began_with, found))
+        self._optimizer = self._optimizer or found
+        self._began_with = {}
 
     def wait(self) -> None:
         """Waits until everything is written; `UserError` if the newest checkpoint cannot be."""
         unfinished, self._unfinished = self._unfinished, None
         if unfinished is not None:
-            unfinished.result()
+            try:
+                unfinished.result()
+            except BaseException:
+                self._latest = self._complete
+                raise
 
     def wait_for_all(self) -> None:
         """As `wait`, in all processes: the first one completes checkpoints, the others wait for it.
@@ -250,6 +314,7 @@ class Checkpoints:
 
     def close(self) -> None:
         """Waits and stops the writing threads."""
+        identity.open_checkpoints.discard(self)
         try:
             self.wait()
         finally:
@@ -276,8 +341,9 @@ class Checkpoints:
                 )
             else:
                 step_folders.leave_hashes(partial)
+        self._complete = step
         for superfluous in self._scores.keys() - self._kept_steps():
-            with _explained(
+            with orbax_errors.explained(
                 f"{self._folder / str(superfluous)} could not be removed:",
                 "; all checkpoints are intact",
             ):
@@ -308,16 +374,30 @@ class Checkpoints:
     @contextlib.contextmanager
     def _explained(self, step: int) -> Iterator[None]:
         try:
-            with _explained(
+            with orbax_errors.explained(
                 f"the checkpoint of step {step} could not be written to {self._folder}:",
-                "; earlier checkpoints are intact",
+                "" if self._complete is None else "; earlier checkpoints are intact",
             ):
                 yield
-        except UserError:
-            _wait_for_writes()
+        except BaseException:
+            for item in self._items.values():
+                item.stop()
             with contextlib.suppress(OSError):
                 self._workspaces.close()
             raise
+
+
+def _is_of_optimizer(name: str) -> bool:
+    return name.startswith(f"{identity.OPTIMIZER}/")
+
+
+def _require_unchanged(path: Path, changes: Sequence[str]) -> None:
+    if changes:
+        raise UserError(
+            f"{path} was not begun with this script ({identity.listed(changes)}): go back to what "
+            "it was begun with, give another folder, or continue with "
+            "restore_or(..., accept_changes=True), which no uninterrupted training equals"
+        )
 
 
 def restore_params(
@@ -371,74 +451,36 @@ def _restore_params(
     if not (path / name).is_dir():
         missing = "parameters" if name == PARAMS else "state of an optimizer"
         raise UserError(f"{path} has no {missing}: its state has no member {name!r}")
-    with _reading(path), _own_checkpointer() as orbax:
+    with orbax_errors.reading(path), _own_checkpointer() as orbax:
         stored = orbax.metadata(path).item_metadata[name].tree
         with prefixed(f"{path}: "):
-            (check or functools.partial(_check_size, path / name))(_shapes(stored))
-        _check_chunks(path, stored)
-        for each, leaf in _named(stored):
+            (check or functools.partial(orbax_errors.check_size, path / name))(
+                state_items.shapes(stored)
+            )
+        orbax_errors.check_chunks(path, stored)
+        for each, leaf in state_items.named(stored):
             if not item and not jnp.issubdtype(leaf.dtype, jnp.floating):
                 raise UserError(f"{path}: damaged: {each} has values of {leaf.dtype}")
         sharding = SingleDeviceSharding(jax.local_devices()[0])
         template = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), stored
         )
-        items = orbax.restore(path, args=Composite(**{name: StandardRestore(template)}))
+        items = orbax.restore(path, args=Composite(**{name: _Restore(template)}))
     return items[name]
-
-
-@contextlib.contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Turns errors of Orbax into `UserError`: a manifest may fit files that are not its own."""
-    _complete_all_tasks()
-    token = _is_reading.set(True)
-    try:
-        yield
-    except (UserError, jax.errors.JaxRuntimeError):  # The latter: there is not enough memory.
-        raise
-    except Exception as error:
-        reason = _system_error(error)
-        if reason:
-            raise UserError(f"{path} cannot be read: {reason}") from error
-        raise UserError(
-            f"{path} is damaged, or not a checkpoint ({first_line(error)}); "
-            f"{step_folders.advice(path)}"
-        ) from error
-    finally:
-        _is_reading.reset(token)
-
-
-def _check_size(folder: Path, shapes: Shapes) -> None:
-    there = sum(file.stat().st_size for file in folder.rglob("*"))
-    if 4 * sum(map(math.prod, shapes.values())) > max_content(there):
-        raise UserError("damaged: its arrays are far larger than its files")
-
-
-def _check_chunks(path: Path, stored: Any) -> None:
-    """Checks that no array is read in chunks that are larger than itself."""
-    for name, leaf in _named(stored):
-        chunk = leaf.storage.chunk_shape if leaf.storage else leaf.shape
-        if any(ours > max(size, 1) for ours, size in zip(chunk, leaf.shape, strict=True)):
-            raise UserError(
-                f"{path}: damaged: {name} is an array {list(leaf.shape)} in chunks {list(chunk)}"
-            )
 
 
 def write_params(run_folder: str | Path, step: int, params: Mapping[str, Any]) -> None:
     """Writes the first checkpoint of a run, of parameters only, which cannot be continued."""
     folder = step_folders.folder_of(run_folder)
-    _require_writable_name(folder)
+    orbax_errors.require_writable_name(folder)
     atomic.make_folder(folder)
-    _complete_all_tasks()
     with (
-        _explained(f"{folder} cannot be written:"),
+        orbax_errors.explained(f"{folder} cannot be written:"),
         atomic.workspace(folder) as workspace,
-        contextlib.ExitStack() as stack,
     ):
-        stack.callback(_wait_for_writes)
         partial = workspace / str(step)
         with _own_checkpointer() as orbax:
-            orbax.save(partial, args=Composite(**{PARAMS: StandardSave(params)}))
+            orbax.save(partial, args=Composite(**{PARAMS: _Save(params)}))
         step_folders.commit(
             folder, partial, step_folders.make_record("loss", {}, {}, data_file.run_id(run_folder))
         )
@@ -465,120 +507,43 @@ def whole_checkpoints(
     return scores
 
 
-def _members(state: Any) -> dict[str, Any] | None:
-    if isinstance(state, Mapping):
-        # Not its own items: a frozen dict wraps them when they are read.
-        items, _ = jax.tree_util.tree_flatten_with_path(
-            state, is_leaf=lambda node: node is not state
-        )
-        return {str(path[0].key): value for path, value in items}
-    if dataclasses.is_dataclass(state):
-        return {
-            field.name: getattr(state, field.name)
-            for field in dataclasses.fields(state)
-            if field.metadata.get("pytree_node", True)  # Flax marks what is not an array so.
-        }
-    return None
+_ITEMS = (PARAMS, EMA, TRAINING)
 
 
-def _divided(state: Any) -> dict[str, Any]:
-    """Divides a state into the items of a checkpoint: parameters, moving average, and the rest."""
-    members = _members(state)
-    if members is None:
-        return {TRAINING: {_WHOLE: state}}
-    items = {
-        name: members.pop(name)
-        for name in (PARAMS, EMA)
-        if name in members and (name == PARAMS or members[name] is not None)
-    }
-    members.pop(EMA, None)
-    return {**items, TRAINING: members} if members else items
+class _Item(ocp.StandardCheckpointHandler):
+    """Writes an item, in threads that go on when another item fails, unless they are stopped."""
+
+    _writes: Sequence[Any] = ()
+
+    async def async_save(self, *arguments: Any, **options: Any) -> list[Any] | None:
+        self._writes = ()
+        writes = await super().async_save(*arguments, **options)
+        self._writes = writes or ()
+        return writes
+
+    def stop(self) -> None:
+        """Cancels what is being written, and waits until that has ended."""
+        for write in self._writes:
+            with contextlib.suppress(Exception):  # The checkpoint's own error is raised.
+                write.cancel()
+                write.result()
 
 
-def _joined(template: Any, items: Mapping[str, Any]) -> Any:
-    training = items.get(TRAINING) or {}
-    members = _members(template)
-    if members is None:
-        return training[_WHOLE]
-    found = {name: items[name] for name in (PARAMS, EMA) if items.get(name) is not None} | training
-    if not isinstance(template, Mapping):
-        return dataclasses.replace(template, **found)
-    # Also of a frozen or an ordered dict. A moving average may be None.
-    structure = jax.tree.structure(template, is_leaf=lambda node: node is not template)
-    return jax.tree.unflatten(structure, map(found.get, members))
+@ocp.args.register_with_handler(_Item, for_save=True)
+class _Save(StandardSave):
+    pass
 
 
-_WHOLE = "state"  # The name of a state that is neither a dict nor a dataclass.
+@ocp.args.register_with_handler(_Item, for_restore=True)
+class _Restore(StandardRestore):
+    pass
 
 
-def _check_same_kind(path: Path, stored: Any, wanted: Mapping[str, Any]) -> None:
-    there: dict[str, Any] = {}
-    here: dict[str, Any] = {}
-    for name in (PARAMS, EMA, TRAINING):
-        item = stored.get(name)
-        prefix = "" if name == TRAINING else f"{name}/"
-        there |= {prefix + leaf: _kind(each) for leaf, each in _named(item and item.tree)}
-        here |= {prefix + leaf: _kind(each) for leaf, each in _named(wanted.get(name))}
-    for leaf in sorted(there.keys() | here.keys()):
-        theirs, ours = there.get(leaf, "nothing"), here.get(leaf, "nothing")
-        if theirs != ours:
-            raise UserError(
-                f"{path} holds another kind of state: {leaf} is {theirs} there, and {ours} here; "
-                "restore into the state that was saved, or give another folder"
-            )
-
-
-def _kind(leaf: Any) -> str:
-    numbers = " of integers" if jnp.issubdtype(leaf.dtype, jnp.integer) else ""
-    return f"an array {list(leaf.shape)}{numbers}"
-
-
-def _shapes(tree: Any) -> Shapes:
-    return {name: tuple(leaf.shape) for name, leaf in _named(tree)}
-
-
-def _named(tree: Any) -> Iterator[tuple[str, Any]]:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        yield jax.tree_util.keystr(path, simple=True, separator="/"), leaf
-
-
-def _as_array(leaf: Any) -> Any:
-    return leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
-
-
-def _like(leaf: Any) -> jax.ShapeDtypeStruct:
-    sharding = getattr(leaf, "sharding", None)
-    if not hasattr(leaf, "shape"):
-        leaf = np.asarray(leaf)
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-def _to_json(position: Any) -> Any:
-    if hasattr(position, "to_json"):
-        return position.to_json()
-    if hasattr(position, "_asdict"):
-        return position._asdict()
-    if dataclasses.is_dataclass(position) and not isinstance(position, type):
-        return dataclasses.asdict(position)
-    return position
-
-
-def _from_json(values: Any, like: Any) -> Any:
-    if hasattr(like, "from_json"):
-        return type(like).from_json(values)
-    if hasattr(like, "_asdict") or dataclasses.is_dataclass(like):
-        return type(like)(**values)
-    return values
-
-
-def _handlers(options: ocp.options.MultiprocessingOptions) -> ocp.CompositeCheckpointHandler:
-    return ocp.CompositeCheckpointHandler(
-        composite_options=ocp.CompositeOptions(multiprocessing_options=options),
-        **{
-            name: ocp.StandardCheckpointHandler(multiprocessing_options=options)
-            for name in (PARAMS, EMA, TRAINING)
-        },
-    )
+def _handler(
+    options: ocp.options.MultiprocessingOptions, items: Mapping[str, _Item]
+) -> ocp.CompositeCheckpointHandler:
+    composite = ocp.CompositeOptions(multiprocessing_options=options)
+    return ocp.CompositeCheckpointHandler(composite_options=composite, **items)
 
 
 def _own_checkpointer() -> ocp.Checkpointer:
@@ -586,90 +551,11 @@ def _own_checkpointer() -> ocp.Checkpointer:
     options = ocp.options.MultiprocessingOptions(
         primary_host=process, active_processes={process}, barrier_sync_key_prefix=f"{process}"
     )
-    return ocp.Checkpointer(_handlers(options), multiprocessing_options=options)
+    items = {name: _Item(multiprocessing_options=options) for name in _ITEMS}
+    return ocp.Checkpointer(_handler(options, items), multiprocessing_options=options)
 
 
 def _from_first_process(value: Any) -> Any:
     if jax.process_count() == 1:
         return value
     return multihost_utils.broadcast_one_to_all(value)
-
-
-@contextlib.contextmanager
-def _explained(problem: str, consequence: str = "") -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        reason = _system_error(error)
-        if reason is None:
-            raise
-        raise UserError(f"{problem} {reason}{consequence}") from error
-
-
-def _require_writable_name(folder: Path) -> None:
-    """Orbax reads some names as patterns, and cannot write to such a folder."""
-    atomic.require_utf8(folder)
-    for name in folder.absolute().parts:
-        if re.search(r"\[.*\]|\\", name):
-            raise UserError(
-                f"checkpoints cannot be written below {name!r}: use a name without brackets and "
-                "backslashes"
-            )
-
-
-def _system_error(error: BaseException | None) -> str | None:
-    """Returns "No space left on device" or the like; None for errors of other kinds."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno:
-            return os.strerror(error.errno)
-        # TensorStore, which writes for Orbax, has its own exceptions.
-        number = re.search(r"os_error_code='(\d+)'", str(error))
-        if number:
-            return os.strerror(int(number[1]))
-        if isinstance(error, MemoryError) or "can't start new thread" in str(error):
-            return os.strerror(errno.ENOMEM)
-        error = error.__cause__ or error.__context__
-    return None
-
-
-def _is_not_raised(record: logging.LogRecord) -> bool:
-    return record.levelno < logging.ERROR or "orbax" not in record.pathname
-
-
-class _CompletingLoop(asyncio.SelectorEventLoop):
-    """An event loop that completes its tasks before it is closed."""
-
-    def close(self) -> None:
-        if not self.is_closed() and (tasks := asyncio.all_tasks(self)):
-            self.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        super().close()
-
-
-@functools.cache
-def _complete_all_tasks() -> None:
-    """Makes Orbax complete all reads and writes of a checkpoint, also if one of them fails.
-
-    By default it closes their event loop, and TensorStore prints a traceback at the end of each of
-    the others, whose files appear after those of the checkpoint were removed. Orbax logs the error,
-    too, which is raised anyway.
-    """
-    logging.getLogger("absl").addFilter(_is_not_raised)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Of Python 3.14.
-        policy: Any = asyncio.get_event_loop_policy()
-    make_loop = policy.new_event_loop
-
-    def new_event_loop() -> asyncio.AbstractEventLoop:
-        is_own = _is_reading.get() or _writes(threading.current_thread())
-        return _CompletingLoop() if is_own else make_loop()
-
-    policy.new_event_loop = new_event_loop
-
-
-def _wait_for_writes() -> None:
-    for thread in filter(_writes, threading.enumerate()):
-        threading.Thread.join(thread)
-
-
-def _writes(thread: threading.Thread) -> bool:
-    return type(thread).__module__.startswith("orbax.")

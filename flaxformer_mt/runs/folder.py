@@ -20,8 +20,8 @@ from flaxformer_mt.config.fields import FieldRole, names_with
 from flaxformer_mt.data.corpora.corpus import Corpus
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError, prefixed
-from flaxformer_mt.remote.stores import require_local
 from flaxformer_mt.runs import atomic, changes, data_file, layout, manifest, step_folders
+from flaxformer_mt.urls import require_local
 
 Corpora: TypeAlias = Mapping[str, Sequence[Corpus]]
 """The corpora of "train", "valid" and "test"."""

@@ -23,6 +23,8 @@ CACHE = "cache"
 """Folder of the tokenized training text; may be deleted."""
 LOCK = "lock"
 """Locked by the process that trains."""
+PUBLICATION = "publication.json"
+"""Identifies a run that was published to an object store."""
 ORIGIN = "origin"
 """Folder of files of a published model that was converted, for converting it back."""
 AVERAGED = "averaged"
@@ -42,6 +44,7 @@ MANIFEST = "manifest.json"
 """Size and SHA-256 of every other file; written last."""
 
 CONTENT = frozenset({
-    CONFIG, DATA, TOKENIZER, METRICS, TENSORBOARD, TRACKERS, CACHE, LOCK, ORIGIN, CHECKPOINTS,
+    CONFIG, DATA, TOKENIZER, METRICS, TENSORBOARD, TRACKERS, CACHE, LOCK, ORIGIN, PUBLICATION,
+    CHECKPOINTS,
 })  # fmt: skip
 """What a command must not write its output to."""

@@ -228,12 +228,30 @@ def commit(folder: Path, partial: Path, record: Mapping[str, Any], processes: in
 
 
 def make_record(
-    best_metric: str, metrics: Mapping[str, Any], progress: Mapping[str, Any], run_id: str | None
+    best_metric: str,
+    metrics: Mapping[str, Any],
+    progress: Mapping[str, Any],
+    run_id: str | None,
+    identity: Mapping[str, Any] = {},
 ) -> dict[str, Any]:
-    """Returns the content of `progress.json`, for the metrics of a validation if there was one."""
+    """Returns the content of `progress.json`.
+
+    Args:
+      best_metric: the metric that ranks checkpoints.
+      metrics: of the validation, if there was one.
+      progress: the position in the data, or the progress of a run.
+      run_id: of `data.json`, or None.
+      identity: of the state and its optimizer; `identity.py`.
+    """
     value = metrics.get(best_metric, math.nan)
     metrics = {best_metric: value} if math.isfinite(value) else {}
-    return {"best_metric": best_metric, "metrics": metrics, "progress": progress, "run": run_id}
+    return {
+        "best_metric": best_metric,
+        "metrics": metrics,
+        "progress": progress,
+        "run": run_id,
+        "identity": {**identity},
+    }
 
 
 class _Record(TypedDict):
@@ -241,6 +259,7 @@ class _Record(TypedDict):
     metrics: dict[str, Finite]
     progress: Any
     run: str | None
+    identity: dict[str, Any]
 
 
 def read_record(path: Path) -> dict[str, Any]:

@@ -23,6 +23,8 @@ from flaxformer_mt.config import ExperimentConfig, ParallelConfig
 from flaxformer_mt.data.stream.batches import Batch
 from flaxformer_mt.data.stream.placement import place_batch, row_sharding, row_shards
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.runs import buffers
+from flaxformer_mt.runs.identity import compare_step
 from flaxformer_mt.training.sharding import (
     ACTIVATION_RULES,
     AXES,
@@ -114,7 +116,7 @@ def place(tree: Tree, mesh: Mesh, rules: Rules = ()) -> Tree:
             whole.shape, sharding, lambda index: np.array(whole[index])
         )
 
-    return jax.tree.map(copy, tree, shardings(tree, mesh, rules))
+    return buffers.owned(jax.tree.map(copy, tree, shardings(tree, mesh, rules)))
 
 
 class CompiledStep:
@@ -122,7 +124,8 @@ class CompiledStep:
 
     `step` maps (state, batch) to anything, and `transform` (step, state) to the jitted step, for
     states like this one, concrete or abstract. `max_shapes` is the number of batch shapes that are
-    allowed (0 = any), and `frozen` are further arguments, the same in every call.
+    allowed (0 = any), and `frozen` are further arguments, the same in every call. `donates` tells
+    whether the step writes over the state. `before_first` is called before the first step.
     """
 
     def __init__(
@@ -131,6 +134,8 @@ class CompiledStep:
         transform: Callable[[Callable, Any], Any],
         max_shapes: int = 0,
         frozen: tuple[Any, ...] = (),
+        donates: bool = False,
+        before_first: Callable[[], object] = lambda: None,
     ) -> None:
         self.batch_shapes: list[str] = []
         """The shapes for which the step was compiled, in their order."""
@@ -140,6 +145,10 @@ class CompiledStep:
         self._transform = transform
         self._max_shapes = max_shapes
         self._frozen = frozen
+        self._donates = donates
+        self._before_first: Callable[[], object] | None = before_first
+        self._known: set[Any] = set()
+        """The structures of the states whose buffers were compared."""
         self._is_compiling = False
         self._jitted: Any = None
         self._running: Any = None
@@ -150,6 +159,11 @@ class CompiledStep:
         So the devices always have work, and at most two steps are in flight: many would need the
         memory of as many batches, and on simulated devices their collectives may never end.
         """
+        if self._before_first:
+            self._before_first()
+            self._before_first = None
+        if self._donates:
+            self._require_own_buffers(state, batch)
         result = self._for(state)(state, batch, *self._frozen)
         jax.block_until_ready(self._running)
         self._running = result[1] if isinstance(result, tuple) else result
@@ -157,6 +171,19 @@ class CompiledStep:
             self._is_compiling = False
             self.on_compile(False)
         return result
+
+    def _require_own_buffers(self, state: Any, batch: Any) -> None:
+        """Refuses an array that the step writes over and that has two names: XLA would crash.
+
+        Buffers are compared at the first call for each structure: that may wait for the arrays, and
+        what a step returns has buffers of its own. The same array twice is cheap to notice.
+        """
+        leaves, structure = jax.tree.flatten(state)
+        if structure in self._known and len({*map(id, leaves)}) == len(leaves):
+            return
+        others = {"batch": batch, "frozen": self._frozen[0] if self._frozen else None}
+        buffers.require_single(leaves_by_path(state), leaves_by_path(others))
+        self._known.add(structure)
 
     def lower(self, state: Any, batch: Any) -> Any:
         """Lowers the step for abstract arguments: shapes, dtypes and shardings."""
@@ -226,8 +253,10 @@ def compile_step(
       The step, called as `step(state, batch)` with a sharded state and a placed batch.
 
     Raises:
-      UserError: at the first call: the state has no number of the step, or the new state is of
-        another kind than the old one.
+      UserError: at the first call: the state has no number of the step, the new state is of another
+        kind than the old one, or an array of the state is in memory that has a second name, in the
+        state, in the batch or in `frozen`; or a restored checkpoint was begun with another
+        optimizer than the one that `update` uses.
     """
     everywhere = NamedSharding(mesh, PartitionSpec())
     arguments = () if frozen is None else (_placed(frozen, mesh, rules),)
@@ -246,7 +275,9 @@ def compile_step(
             donate_argnums=0,
         )
 
-    return CompiledStep(step, transform, max_shapes, arguments)
+    # A checkpoint that was restored knows the optimizer with which it was begun.
+    before_first = functools.partial(compare_step, update)
+    return CompiledStep(step, transform, max_shapes, arguments, True, before_first)
 
 
 def step_key(state: Any, seed: int) -> Array:
@@ -359,7 +390,9 @@ class RunDevices:
         def step(state: Any, batch: Any) -> Any:
             return update(state, batch, step_key(state, seed), frozen)
 
-        return CompiledStep(step, functools.partial(self._pmap, donate_argnums=0), max_shapes)
+        return CompiledStep(
+            step, functools.partial(self._pmap, donate_argnums=0), max_shapes, donates=True
+        )
 
     def compile_eval_step(self, evaluate: Callable, max_shapes: int = 1) -> CompiledStep:
         """Compiles evaluate(params, batch) -> metrics."""

@@ -16,7 +16,7 @@ from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError, prefixed
 from flaxformer_mt.input_files import open_regular
 from flaxformer_mt.model.transformer import Transformer
-from flaxformer_mt.remote.copies import local
+from flaxformer_mt.remote.reading import local
 from flaxformer_mt.runs import parameter_file
 from flaxformer_mt.runs.checkpoint import restore_params
 from flaxformer_mt.runs.folder import read_config, read_tokenizers, require_run

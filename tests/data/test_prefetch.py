@@ -1,3 +1,4 @@
+import concurrent.futures
 import threading
 import time
 
@@ -25,38 +26,38 @@ def test_batches_are_in_order_with_the_position_after_each():
 
 def test_at_most_depth_batches_are_prefetched():
     read = []
-    third = threading.Event()
 
     def read_and_note(position):
         read.append(position.row)
-        if len(read) == 4:
-            third.set()
         return count(position)
 
-    with Prefetched(read_and_note, DataPosition(), depth=3):
-        assert third.wait(10)
-        time.sleep(0.05)
+    with Prefetched(read_and_note, DataPosition(), depth=3) as batches:
+        concurrent.futures.wait(batches._batches)
         # Three prefetched batches, and one in the thread.
         assert read == [0, 1, 2, 3]
+        next(batches)
+        concurrent.futures.wait(batches._batches)
+        assert read == [0, 1, 2, 3, 4]
 
 
-def test_waiting_is_measured():
-    released, second_is_ready = threading.Event(), threading.Event()
+def test_waiting_is_measured(monkeypatch):
+    now, is_awaited = [0.0], threading.Event()
 
-    def read_when_released(position):
-        released.wait(10)
-        if position.row == 2:
-            second_is_ready.set()
+    def clock():
+        is_awaited.set()
+        return now[0]
+
+    def read_when_awaited(position):
+        is_awaited.wait()
+        now[0] += 7 * (position.row == 0)
         return count(position)
 
-    with Prefetched(read_when_released, DataPosition()) as batches:
-        threading.Timer(0.1, released.set).start()
+    monkeypatch.setattr(time, "perf_counter", clock)
+    with Prefetched(read_when_awaited, DataPosition()) as batches:
         next(batches)
-        waited = batches.seconds_waited
-        assert waited >= 0.09
-        assert second_is_ready.wait(10)
+        assert batches.seconds_waited == 7
         next(batches)
-        assert batches.seconds_waited - waited < 0.05
+        assert batches.seconds_waited == 7
 
 
 def test_errors_of_the_thread_are_raised_in_order():

@@ -3,6 +3,7 @@ import dataclasses
 import json
 import logging
 import os
+import time
 
 import numpy as np
 import pytest
@@ -275,7 +276,8 @@ def test_whoever_waits_for_another_process_is_told(tmp_path, caplog):
     with concurrent.futures.ThreadPoolExecutor() as pool:
         with atomic.locked(tmp_path / "lock", pytest.fail):
             opened = pool.submit(open_stores, tmp_path, [CORPUS], TOKENIZERS, CONFIG)
-            concurrent.futures.wait([opened], timeout=0.2)
+            while not caplog.messages:
+                time.sleep(0.01)
         opened.result()
     assert caplog.messages == [
         f"waiting for process {os.getpid()} on {os.uname().nodename}, which is tokenizing in "

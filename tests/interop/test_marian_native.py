@@ -3,7 +3,6 @@
 import io
 import os
 import struct
-import time
 import zipfile
 
 import chex
@@ -434,9 +433,7 @@ def test_a_compressed_array_is_not_far_larger_than_its_file(tmp_path):
 def test_options_that_are_not_plain_yaml_are_refused(text, tmp_path):
     path = tmp_path / "model.npz"
     np.savez(path, **{"special:model.yml": np.frombuffer(text.encode("latin1"), np.int8)})
-    start = time.monotonic()
     assert "its options (special:model.yml) cannot be read" in complaint(path)
-    assert time.monotonic() - start < 2
 
 
 @pytest.mark.parametrize(
@@ -455,9 +452,7 @@ def test_a_binary_header_is_compared_with_the_file(header, tmp_path):
     path = tmp_path / "model.bin"
     with path.open("wb") as file:
         file.write(header)
-    start = time.monotonic()
     assert "damaged" in complaint(path)
-    assert time.monotonic() - start < 2
 
 
 def test_a_vocabulary_in_yaml_is_no_configuration(folder):

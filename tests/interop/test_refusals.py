@@ -5,7 +5,6 @@ import os
 import pickle
 import re
 import sys
-import time
 import zipfile
 
 import numpy as np
@@ -239,9 +238,7 @@ def test_saving_refuses_what_cannot_be_written(tmp_path):
 def test_an_index_of_a_layer_that_does_not_exist_is_named(family, index):
     state = state_dict(family)
     name = next(name for name in state if re.search(r"\.0\..*norm.*weight", name))
-    start = time.monotonic()
     message = refusal(family, state | {name.replace(".0.", f".{index}.", 1): state[name]})
-    assert time.monotonic() - start < 2
     assert index[:20] in message
 
 

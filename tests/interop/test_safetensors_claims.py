@@ -2,7 +2,6 @@
 
 import json
 import struct
-import time
 
 import jax
 import numpy as np
@@ -51,10 +50,8 @@ def test_a_header_is_compared_with_the_file(name, tmp_path):
         with path.open("r+b") as file:
             file.truncate(2**40)
     for read in (lambda: own_format.read(path, {}), lambda: interop.load("torch", path)):
-        start = time.monotonic()
         with pytest.raises(UserError) as caught:
             read()
-        assert time.monotonic() - start < 2
         assert str(path) in str(caught.value)
         assert str(caught.value).isprintable()
 
@@ -63,10 +60,8 @@ def test_a_tensor_of_many_names_is_compared_with_the_file(tmp_path):
     path = tmp_path / "model.safetensors"
     names = {f"name{number}": "a" for number in range(10_000)}
     safetensors.numpy.save_file({"a": np.zeros(10**6, np.float32)}, path, names)
-    start = time.monotonic()
     with pytest.raises(UserError, match=r"model\.safetensors .*its tensors are far larger than"):
         interop.load("torch", path)
-    assert time.monotonic() - start < 2
 
 
 NAMES = [("a/b", "a"), ("adam/mean/a", "adam/mean/a/b"), ("carried/x", "carried")]

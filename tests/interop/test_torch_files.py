@@ -7,7 +7,6 @@ import os
 import pickle
 import random
 import struct
-import time
 import zipfile
 
 import pytest
@@ -21,10 +20,8 @@ OLD = {"_use_new_zipfile_serialization": False}
 
 
 def refusal(path):
-    start = time.process_time()
     with pytest.raises(UserError) as caught:
         torch_files.read(path)
-    assert time.process_time() - start < 5
     message = str(caught.value)
     assert message.isprintable()
     return message

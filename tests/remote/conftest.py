@@ -3,9 +3,11 @@ import shutil
 import socket
 import uuid
 
+import fsspec
 import pytest
 
-from flaxformer_mt.remote import copies
+from flaxformer_mt.remote import reading
+from flaxformer_mt.remote.publishing import publish
 
 
 @pytest.fixture(scope="session")
@@ -32,8 +34,32 @@ def own_cache(tmp_path, monkeypatch):
 
 def forget_copies():
     """Does what the end of a process does."""
-    copies._open.close()
-    copies._copies.clear()
+    reading._open.close()
+    reading._views.clear()
+
+
+def contents(folder):
+    """Returns the files of a local folder."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def objects(url):
+    """Returns the objects of a folder of a store."""
+    files, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
+    names = files.find(root) if files.exists(root) else []
+    return {name[len(root) + 1 :]: files.cat_file(name) for name in names}
+
+
+def upload(url, files):
+    """Writes objects as another program does."""
+    store, root = fsspec.core.url_to_fs(url)
+    for name, content in files.items():
+        store.makedirs(f"{root}/{name}".rpartition("/")[0], exist_ok=True)
+        store.pipe_file(f"{root}/{name}", content)
 
 
 @pytest.fixture(params=["s3", "file"])
@@ -47,8 +73,6 @@ def store_url(request, tmp_path, monkeypatch):
 @pytest.fixture
 def s3_url(s3_server, monkeypatch):
     """Returns the URL of an empty folder of S3."""
-    import fsspec
-
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
@@ -59,11 +83,9 @@ def s3_url(s3_server, monkeypatch):
 
 
 @pytest.fixture
-def uploaded_run(trained_run, s3_url, tmp_path):
+def published_run(trained_run, s3_url, tmp_path):
     """Returns the URL of a trained run, and a local folder of the same."""
     folder = tmp_path / "local" / "folder"
     shutil.copytree(trained_run, folder)
-    with copies.new_copy(s3_url) as copy:
-        shutil.copytree(trained_run, copy.local)
-        copy.upload()
+    publish(folder, s3_url)
     return s3_url, folder

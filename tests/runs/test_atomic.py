@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
@@ -247,6 +248,30 @@ def test_a_new_workspace_that_another_process_takes_for_a_leftover_is_replaced(
     with atomic.workspace(tmp_path) as workspace:
         assert [path.name for path in workspace.iterdir()] == [atomic.MARKER]
     assert not list(tmp_path.iterdir())
+
+
+def test_temporary_folders_of_killed_processes_are_deleted(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    program = """
+import sys, tempfile
+from flaxformer_mt.runs import atomic
+tempfile.tempdir = sys.argv[1]
+with atomic.temporary_folder() as folder:
+    (folder / "tokens").write_text("many")
+    print(folder, flush=True)
+    sys.stdin.read()
+"""
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as process:
+        folder = Path(process.stdout.readline().rstrip())
+        with atomic.temporary_folder() as own:
+            assert {*tmp_path.iterdir()} == {folder, own}
+        process.kill()
+    assert (folder / "tokens").exists()
+    with atomic.temporary_folder() as own:
+        assert [*tmp_path.iterdir()] == [own]
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_leftover_behind_a_link_is_not_removed(tmp_path):

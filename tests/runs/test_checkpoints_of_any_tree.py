@@ -207,13 +207,13 @@ OTHER_KINDS = {
     "Flax's state": (lambda: as_flax(0), r"opt"),
     "a tuple": (
         lambda: as_pair(3),
-        r"opt/1/0/count is an array \[\] of integers there, and nothing here",
+        r"opt/1/0/count: an array \[\] of integers there, nothing here",
     ),
 }
 
 
 @pytest.mark.parametrize("kind", OTHER_KINDS)
-def test_another_kind_of_state_is_refused_by_the_first_path(tmp_path, kind):
+def test_another_kind_of_state_is_refused_by_its_paths(tmp_path, kind):
     make, path = OTHER_KINDS[kind]
     saved(tmp_path, 3, as_dict(3))
     with pytest.raises(UserError, match=path) as error:
@@ -222,10 +222,13 @@ def test_another_kind_of_state_is_refused_by_the_first_path(tmp_path, kind):
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_dtypes_are_those_of_the_state(tmp_path):
+def test_other_dtypes_are_converted_to_if_that_is_accepted(tmp_path):
     saved(tmp_path, 3, as_dict(3))
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), make_params(0))
-    state, _ = restored(tmp_path, as_dict(0) | {"params": half})
+    with pytest.raises(UserError, match="params/layers/kernel: float32 there, bfloat16 here"):
+        restored(tmp_path, as_dict(0) | {"params": half})
+    with fmt.Checkpoints(tmp_path) as checkpoints:
+        state, _ = checkpoints.restore(as_dict(0) | {"params": half}, accept_changes=True)
     expected = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), make_params(3))
     chex.assert_trees_all_equal(state["params"], expected)
     chex.assert_trees_all_equal_dtypes(state["params"], expected)

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 
 import jax
 import pytest
@@ -47,7 +48,7 @@ def test_the_first_process_reads_none_of_the_others_files(partial, tmp_path, mon
     read.clear()
     as_process(monkeypatch, 0, read)
     committed.start()
-    committed.join(timeout=30)
+    committed.join()
     names = {path.name for path in read}
     assert {"merged", "a", "c"} <= names
     assert not {"b", "manifest.ocdbt"} & names
@@ -61,11 +62,13 @@ def test_the_first_process_waits_for_the_others(partial, tmp_path, monkeypatch):
     committed = threading.Thread(
         target=step_folders.commit, args=(tmp_path, partial, {"progress": {}}, 2)
     )
+    is_waiting = threading.Event()
+    monkeypatch.setattr(time, "sleep", lambda seconds: is_waiting.set())
     committed.start()
-    committed.join(timeout=0.3)
-    assert committed.is_alive()
+    is_waiting.wait()
+    assert not (tmp_path / "7").exists()
     with monkeypatch.context() as patch:
         as_process(patch, 1, [])
         step_folders.leave_hashes(partial)
-    committed.join(timeout=30)
+    committed.join()
     assert (tmp_path / "7" / MANIFEST).exists()

@@ -42,7 +42,7 @@ def run_two(folders):
         )
         for number, folder in enumerate(folders)
     ]  # fmt: skip
-    outputs = [process.communicate(timeout=300) for process in processes]
+    outputs = [process.communicate() for process in processes]
     return outputs, [process.returncode for process in processes]
 
 

@@ -99,7 +99,7 @@ def training(workdir, cache, steps, checkpoint_every):
 def finish(workdir, cache, steps, checkpoint_every):
     """Lets the run go on to its end."""
     with training(workdir, cache, steps, checkpoint_every) as process:
-        code = process.wait(timeout=600)
+        code = process.wait()
     assert code == 0, (workdir.parent / f"{workdir.name}.log").read_text()
 
 
@@ -171,7 +171,7 @@ def stop(process, workdir, step):
     """Asks a process that has got to about a step to save and leave."""
     assert wait_until(process, lambda: newest_step(checkpoints(workdir)) >= step)
     process.terminate()
-    assert process.wait(timeout=100) == ExitCode.INTERRUPTED
+    assert process.wait() == ExitCode.INTERRUPTED
     log = (workdir.parent / f"{workdir.name}.log").read_text()
     assert "SIGTERM: stopping after this step" in log
     assert "the same command continues after step" in log.splitlines()[-1]

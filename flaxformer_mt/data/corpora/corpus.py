@@ -28,7 +28,7 @@ from flaxformer_mt.data.corpora.entities import unescaped
 from flaxformer_mt.data.corpora.rows import Dropped, Reading, merged, with_place
 from flaxformer_mt.data.corpora.text_files import Source, of_files
 from flaxformer_mt.errors import UserError, requiring
-from flaxformer_mt.remote import copies
+from flaxformer_mt.remote.reading import local_list
 
 HELD_OUT_PAIRS = 500
 """Number of pairs in the valid and test splits of a generated corpus."""
@@ -340,7 +340,7 @@ def load_corpus(config: DataConfig, split: str) -> ParallelCorpus:
 def _completed(corpus: CorpusConfig, data: DataConfig, split: str) -> CorpusConfig:
     """Fills in the empty fields of a corpus from `data`, and its kind from what the path names."""
     path = corpus.path or data.path
-    path = path if path.startswith("tfds:") else copies.local_list(path)
+    path = path if path.startswith("tfds:") else local_list(path)
     kind = "tfds" if path.startswith("tfds:") else corpus.kind or data.corpus
     if kind == "text" and Path(path).is_file():
         kind = tables.form_of(Path(path))

@@ -98,11 +98,28 @@ class DataPosition(NamedTuple):
     streams: tuple[tuple[int, int, int], ...] = ()
     """Epoch, block and row of each virtual stream, if there are several, and not all are at the
     beginning of `epoch`. A process only knows those of its own rows; see `to_json`."""
+    stream: str = ""
+    """All that the batches of the stream depend on, a JSON object; "" = unknown."""
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The values of `stream` by name."""
+        return json.loads(self.stream or "{}")
+
+    def continued_in(self, other: "DataPosition") -> "DataPosition":
+        """Returns the position at which the stream of another one continues: its next epoch.
+
+        If only the model differs, whose options begin with "model.", it is the same position.
+        """
+        theirs, ours = self.identity, other.identity
+        changed = {name for name in {*theirs, *ours} if theirs.get(name) != ours.get(name)}
+        if all(name.startswith("model.") for name in changed):
+            return self._replace(stream=other.stream)
+        return DataPosition(self.epoch + 1, step=self.step, stream=other.stream)
 
     def to_json(self) -> dict[str, Any]:
         """Returns JSON values with the streams of all processes, each of which has to call this."""
-        values = self._asdict()
-        del values["streams"]
+        values = {name: value for name, value in self._asdict().items() if name != "streams"}
         if self.streams:
             texts = distributed.gather_texts([json.dumps(self.streams)])
             # Those of other processes are where they were when this one began.

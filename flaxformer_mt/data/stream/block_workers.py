@@ -11,9 +11,11 @@ import concurrent.futures
 import contextlib
 import io
 import logging
+import math
 import os
 import pickle
 import queue
+import select
 import selectors
 import signal
 import socket
@@ -21,6 +23,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Sequence
 from typing import Any, BinaryIO
@@ -34,6 +37,8 @@ SAMPLED_PAIRS, MANY_PAIRS = 2**17, 2**22
 """
 MOST_WORKERS = 8
 """Limit of the default."""
+SILENT_SECONDS = 30.0
+"""A worker that does not answer is named in a warning as often."""
 
 _REQUESTS = 2  # To each worker that are not answered yet, so that it need not wait for one.
 _PLACE = struct.Struct("3q")
@@ -56,7 +61,8 @@ def default_workers(pairs: int, is_sampled: bool, platform: str) -> int:
 class BlockWorkers:
     """Worker processes that make blocks.
 
-    If one is killed, a warning says so, and this process makes its blocks.
+    If one is killed, a warning says so, and this process makes its blocks. If one does not answer,
+    a warning names it.
 
     Args:
       count: number of processes.
@@ -69,24 +75,24 @@ class BlockWorkers:
         self._lock = threading.Lock()
         self._is_closed = False
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._sockets: queue.SimpleQueue[socket.socket | None] = queue.SimpleQueue()
+        self._named: dict[int, float] = {}
+        self._sockets: queue.SimpleQueue[tuple[socket.socket, int] | None] = queue.SimpleQueue()
         path = os.pathsep.join(map(os.path.abspath, sys.path))
         with _file_with(arguments) as file:
             for _ in range(count):
                 pairs = [socket.socketpair() for _ in range(_REQUESTS)]
                 numbers = [file.fileno(), *(theirs.fileno() for _, theirs in pairs)]
-                self._processes.append(
-                    subprocess.Popen(
-                        [sys.executable, "-P", "-m", __name__, *map(str, numbers)],
-                        stdin=subprocess.DEVNULL,
-                        env={**os.environ, "PYTHONPATH": path},
-                        pass_fds=numbers,
-                        start_new_session=True,  # Ctrl-C is for this process alone.
-                    )
+                process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", __name__, *map(str, numbers)],
+                    stdin=subprocess.DEVNULL,
+                    env={**os.environ, "PYTHONPATH": path},
+                    pass_fds=numbers,
+                    start_new_session=True,  # Ctrl-C is for this process alone.
                 )
+                self._processes.append(process)
                 for own, theirs in pairs:
                     theirs.close()
-                    self._sockets.put(own)
+                    self._sockets.put((own, process.pid))
         self._threads = concurrent.futures.ThreadPoolExecutor(count * _REQUESTS, "workers")
 
     def submit(self, *place: int) -> concurrent.futures.Future[Block]:
@@ -102,16 +108,16 @@ class BlockWorkers:
         for process in self._processes:
             process.wait()
         while not self._sockets.empty():
-            if own := self._sockets.get():
-                own.close()
+            if worker := self._sockets.get():
+                worker[0].close()
 
     def _make(self, *place: int) -> Block:
-        own = self._sockets.get()
+        worker = self._sockets.get()
         try:
-            result = None if own is None else _answer(own, place)
-            if own is not None and result is None:
-                own.close()
-                own = None
+            result = None if worker is None else self._answer(*worker, place)
+            if worker is not None and result is None:
+                worker[0].close()
+                worker = None
                 if not self._is_closed:
                     _log.warning(
                         "a worker process that prepares batches was killed (data.workers=%d): this "
@@ -119,7 +125,7 @@ class BlockWorkers:
                         len(self._processes),
                     )
         finally:
-            self._sockets.put(own)
+            self._sockets.put(worker)
         if isinstance(result, BaseException):
             raise result
         if self._is_closed:
@@ -130,19 +136,36 @@ class BlockWorkers:
             self._own = self._own or BlockMaker(*self._arguments)
             return self._own.make(*place)
 
+    def _answer(
+        self, worker: socket.socket, pid: int, place: Sequence[int]
+    ) -> Block | BaseException | None:
+        """Returns the block that a worker makes, or its error, or None if it has ended."""
+        try:
+            worker.sendall(_PLACE.pack(*place))
+            while not select.select([worker], [], [], SILENT_SECONDS)[0]:
+                self._name_silent(pid)
+            _, files, _, _ = socket.recv_fds(worker, 1, 1)
+        except ConnectionError:
+            return None
+        if not files:
+            return None
+        with open(files[0], "rb") as file:
+            file.seek(0)
+            return _content(np.fromfile(file, np.uint8))
 
-def _answer(worker: socket.socket, place: Sequence[int]) -> Block | BaseException | None:
-    """Returns the block that a worker makes, or its error, or None if it has ended."""
-    try:
-        worker.sendall(_PLACE.pack(*place))
-        _, files, _, _ = socket.recv_fds(worker, 1, 1)
-    except ConnectionError:
-        return None
-    if not files:
-        return None
-    with open(files[0], "rb") as file:
-        file.seek(0)
-        return _content(np.fromfile(file, np.uint8))
+    def _name_silent(self, pid: int) -> None:
+        """Warns of a worker, once for all requests that wait for it."""
+        now = time.monotonic()
+        with self._lock:
+            if now - self._named.get(pid, -math.inf) < SILENT_SECONDS / 2:
+                return
+            self._named[pid] = now
+        _log.warning(
+            "process %d, which prepares batches (data.workers=%d), has not answered for %g s: "
+            "if it is stopped, `kill -CONT %d` continues it; after `kill -KILL %d`, this process "
+            "prepares its batches",
+            *(pid, len(self._processes), SILENT_SECONDS, pid, pid),
+        )
 
 
 def _serve(arguments: int, *sockets: int) -> None:

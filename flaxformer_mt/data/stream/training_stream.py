@@ -41,6 +41,7 @@ from flaxformer_mt.data.stream.placement import own_shard, place_batch
 from flaxformer_mt.data.stream.prefetch import Prefetched
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.runs.identity import differences, listed
 
 GOOD_FILL = 0.955
 """Fraction of used positions at which a row length that is efficient on accelerators is chosen."""
@@ -71,16 +72,17 @@ class TrainingStream:
       corpora: the training corpora.
       config: the experiment.
       sampler: the vocabulary of the sources, for `data.subword_sampling`.
+      identity: a JSON object of all that the batches depend on, which positions carry.
     """
-
-    start = DataPosition()
 
     def __init__(
         self,
         corpora: Sequence[EncodedCorpus],
         config: ExperimentConfig,
         sampler: Tokenizer | None = None,
+        identity: str = "",
     ) -> None:
+        self.start = DataPosition(stream=identity)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "blocks")
         # Machine code takes a second to load, here while the lengths of all pairs are read.
         self._thread.submit(plan_rows, np.ones(1, np.int64), np.ones(1, np.int64), 1, 1)
@@ -117,9 +119,20 @@ class TrainingStream:
         Returns:
           An iterator of a batch and the position after it, whose `step` is the number of batches so
           far. As a context manager, it stops its thread at the end.
+
+        Raises:
+          UserError: the position is of a stream with other pairs, vocabularies or options.
         """
+        position = position or self.start
+        if position.stream and position.stream != self.start.stream:
+            changes = differences(position.identity, self.start.identity)
+            raise UserError(
+                f"the position is one in another stream of batches ({listed(changes)}): begin with "
+                "data.start, or give position.continued_in(data.start), which goes on with the "
+                "next epoch of this one"
+            )
         place = functools.partial(place_batch, mesh=mesh)
-        return self.prefetched(own_shard(mesh), place, position or self.start)
+        return self.prefetched(own_shard(mesh), place, position)
 
     def prefetched(
         self, shard: Shard, place: Callable[[Batch], Batch], position: DataPosition
@@ -172,9 +185,10 @@ class TrainingStream:
                 places[stream] = *self._after(epoch, number), 0
         batch = self._make_batch(rows, shape)
         if len(places) == 1:
-            return batch, DataPosition(*places[0], position.step + 1)
-        furthest, _, _ = max(places)
-        return batch, DataPosition(furthest, step=position.step + 1, streams=tuple(places))
+            after = DataPosition(*places[0])
+        else:
+            after = DataPosition(max(places)[0], streams=tuple(places))
+        return batch, after._replace(step=position.step + 1, stream=position.stream)
 
     @property
     def fill(self) -> Fill:

@@ -24,7 +24,7 @@ from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import (
 )
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.input_files import MAX_MODEL_BYTES, read_bytes
-from flaxformer_mt.remote.copies import local_list
+from flaxformer_mt.remote.reading import local_list
 from flaxformer_mt.runs import atomic
 
 MAX_TRAINING_PAIRS = 1_000_000

@@ -1,17 +1,14 @@
-"""Translates over HTTP: the routes of LibreTranslate, and those of OpenAI under /v1.
-
-    python examples/server.py --run runs/quickstart
+"""The routes of LibreTranslate, those of OpenAI under /v1, and a page to type into.
 
 docs/serving.md describes requests, limits and errors. Needs the extra `serve`.
 """
 
-import argparse
 import asyncio
 import contextlib
 import dataclasses
-import itertools
 import json
 import re
+import signal
 import socket
 import time
 import urllib.parse
@@ -19,25 +16,30 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse
+from starlette.responses import HTMLResponse, JSONResponse
 from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-import flaxformer_mt as fmt
-from flaxformer_mt import runtime
 from flaxformer_mt.errors import UserError
-
-BATCH_CHARACTERS = 20_000
-"""Requests are taken from the queue up to this size together: none waits for many others."""
+from flaxformer_mt.serving.batching import ServedModel, Translation
 
 DISCARDED_BYTES = 2**27
 """Of a body that is refused. It is read first, because many clients send it completely before they
 read the answer."""
+
+PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+_PAGE_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,131 +53,20 @@ class Limits:
     """That are read, wait or are translated at the same time."""
     connections: int = 1000
     read_seconds: float = 30
-    """For the body of a request."""
-
-
-class Translation(NamedTuple):
-    """A translation of a text, with its number of tokens."""
-
-    text: str
-    num_tokens: int
-
-
-class Job(NamedTuple):
-    """The lines of one request, which wait to be translated."""
-
-    lines: list[str]
-    num_translations: int
-    """Of each line."""
-    done: "asyncio.Future[list[list[Translation]]]"
-
-    @property
-    def characters(self) -> int:
-        """The size of the job in a batch."""
-        return sum(max(1, len(line)) for line in self.lines)
-
-
-class Served:
-    """A model, and the requests that wait for it.
-
-    While the translator is busy, requests wait in a queue; those that are there when it has
-    finished are translated together. Their translations do not depend on each other.
-    """
-
-    def __init__(self, run: fmt.Run, languages: str | None = None) -> None:
-        """Loads the best checkpoint; `languages` are such as "en-de", by default those of the run.
-
-        Raises:
-          UserError: the run cannot be read, or `languages` have another form.
-        """
-        data = run.config.data
-        given = (languages or f"{data.source_language}-{data.target_language}").split("-")
-        if len(given) != 2 or not all(given):
-            raise UserError(f"--languages {languages}: write source and target, such as en-de")
-        self.source, self.target = given
-        self.name = run.folder.resolve().name
-        self.created = int(run.folder.stat().st_mtime)
-        self.translator = run.translator()
-        decode = self.translator.decode
-        most = decode.mbr_samples or (decode.n_best if decode.sampling else decode.beam_size)
-        self.most_translations = most
-        """How many different translations of a text a search can find."""
-        self.queue: asyncio.Queue[Job] = asyncio.Queue()
-
-    async def translate(self, texts: Sequence[str], count: int = 1) -> list[list[Translation]]:
-        """Returns `count` translations of each text, fewer if there are not so many.
-
-        The lines of a text are translated by themselves, as by `flaxformer-mt translate`.
-        """
-        # A search for another number of translations is another program, to be compiled.
-        found_count = 1 if count == 1 else self.most_translations
-        lines_of = [re.split("\r?\n", text) for text in texts]
-        done = asyncio.get_running_loop().create_future()
-        self.queue.put_nowait(Job([*itertools.chain(*lines_of)], found_count, done))
-        found = iter(await done)
-        return [joined(list(itertools.islice(found, len(lines))))[:count] for lines in lines_of]
-
-    async def work(self, thread: ThreadPoolExecutor) -> None:
-        """Translates what is in the queue, forever."""
-        while True:
-            jobs = [await self.queue.get()]
-            while not self.queue.empty() and sum(job.characters for job in jobs) < BATCH_CHARACTERS:
-                jobs.append(self.queue.get_nowait())
-            loop = asyncio.get_running_loop()
-            results = await loop.run_in_executor(thread, self._translate_jobs, jobs)
-            for job, result in zip(jobs, results, strict=True):
-                if job.done.done():
-                    continue
-                if isinstance(result, Exception):
-                    job.done.set_exception(result)
-                else:
-                    job.done.set_result(result)
-
-    def _translate_jobs(self, jobs: Sequence[Job]) -> list[list[list[Translation]] | Exception]:
-        """Returns the translations of each job's lines, or why there are none."""
-        results: dict[int, list[list[Translation]] | Exception] = {}
-        for count in {job.num_translations for job in jobs}:
-            indices = [index for index, job in enumerate(jobs) if job.num_translations == count]
-            lines = [line for index in indices for line in jobs[index].lines]
-            try:
-                found = iter(self._translate_lines(lines, count))
-                for index in indices:
-                    results[index] = list(itertools.islice(found, len(jobs[index].lines)))
-            except Exception as error:
-                if len(jobs) == 1:
-                    return [error]
-                # The others of the batch are not to blame.
-                for index in indices:
-                    (results[index],) = self._translate_jobs([jobs[index]])
-        return [results[index] for index in range(len(jobs))]
-
-    def _translate_lines(self, lines: Sequence[str], count: int) -> list[list[Translation]]:
-        found = self.translator.translate_n_best(lines, count, scores=count > 1)
-        return [[Translation(each.text, len(each.tokens)) for each in n_best] for n_best in found]
-
-    def count_source_tokens(self, texts: Iterable[str]) -> int:
-        """Returns the number of tokens of texts, without end tokens."""
-        return sum(map(len, self.translator.tokenizers.source.encode(list(texts))))
-
-
-def joined(lines: Sequence[Sequence[Translation]]) -> list[Translation]:
-    """Joins the best translations of a text's lines, the second best ones, and so on."""
-    ranks = range(max(map(len, lines)))
-    texts = [[n_best[min(rank, len(n_best) - 1)] for n_best in lines] for rank in ranks]
-    return [
-        Translation("\n".join(line.text for line in text), sum(line.num_tokens for line in text))
-        for text in texts
-    ]
+    """For whatever a client has to do: to send a header or a body, or to read an answer."""
 
 
 class Server:
     """The routes, and the requests that are in work."""
 
-    def __init__(self, models: Sequence[Served], limits: Limits) -> None:
+    def __init__(
+        self, models: Sequence[ServedModel], limits: Limits, cors_origins: Sequence[str] = ()
+    ) -> None:
         self.models = {model.name: model for model in models}
         if len(self.models) < len(models):
             raise UserError("--run: the folders of two runs have the same name, which is the model")
         self.limits = limits
+        self.cors_origins = cors_origins
         self.num_requests = 0
 
     def app(self) -> Starlette:
@@ -186,6 +77,7 @@ class Server:
             Exception: describe_failure,
         }
         routes = [
+            Route("/", self.page),
             Route("/translate", self.translate, methods=["POST"]),
             Route("/languages", self.languages),
             Route("/health", self.health),
@@ -194,7 +86,18 @@ class Server:
             Route("/v1/completions", self.complete, methods=["POST"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
         ]
-        return Starlette(routes=routes, exception_handlers=handlers, lifespan=self.lifespan)
+        shared = Middleware(
+            CORSMiddleware,
+            allow_origins=self.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+        )
+        return Starlette(
+            routes=routes,
+            middleware=[shared] if self.cors_origins else [],
+            exception_handlers=handlers,
+            lifespan=self.lifespan,
+        )
 
     @contextlib.asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -204,6 +107,10 @@ class Server:
             yield
             for task in tasks:
                 task.cancel()
+
+    async def page(self, request: Request) -> HTMLResponse:
+        """Shows the page to type into."""
+        return HTMLResponse(PAGE, headers={"Content-Security-Policy": _PAGE_POLICY})
 
     async def health(self, request: Request) -> JSONResponse:
         """Says that requests are answered."""
@@ -230,7 +137,7 @@ class Server:
             texts = texts_of(values, "q")
             count = 1 + number_of(values, "alternatives", 0, 0, model.most_translations - 1)
             self.require_length(texts)
-            found = await model.translate(texts, count)
+            found = await self.translated(request, model, texts, count)
         single = isinstance(values["q"], str)
         answer: dict[str, Any] = {"translatedText": unlisted([t[0].text for t in found], single)}
         if count > 1:
@@ -251,22 +158,26 @@ class Server:
         """Translates a prompt, or a list of prompts."""
         async with self.admitted(request):
             values = await self.read(request)
-            return await self.answer(values, texts_of(values, "prompt"), "text_completion")
+            texts = texts_of(values, "prompt")
+            return await self.answer(request, values, texts, "text_completion")
 
     async def chat(self, request: Request) -> JSONResponse:
         """Translates the last message of the user; other messages have no effect."""
         async with self.admitted(request):
             values = await self.read(request)
-            return await self.answer(values, [last_message(values)], "chat.completion")
+            texts = [last_message(values)]
+            return await self.answer(request, values, texts, "chat.completion")
 
-    async def answer(self, values: Any, texts: Sequence[str], kind: str) -> JSONResponse:
+    async def answer(
+        self, request: Request, values: Any, texts: Sequence[str], kind: str
+    ) -> JSONResponse:
         """Translates texts and returns an object of OpenAI's API."""
         if values.get("stream"):
             raise HTTPException(400, "stream: only false is supported")
         model = self.model_named(text_of(values, "model"))
         count = number_of(values, "n", 1, 1, model.most_translations)
         self.require_length(texts)
-        found = await model.translate(texts, count)
+        found = await self.translated(request, model, texts, count)
         prompt_tokens = model.count_source_tokens(texts)
         translations = [each for n_best in found for each in n_best]
         completion_tokens = sum(each.num_tokens for each in translations)
@@ -288,6 +199,18 @@ class Server:
                 },
             }
         )
+
+    async def translated(
+        self, request: Request, model: ServedModel, texts: Sequence[str], count: int
+    ) -> list[list[Translation]]:
+        """Returns `count` translations of each text, unless the client goes meanwhile."""
+        gone = asyncio.create_task(disconnected(request))
+        try:
+            return await model.translate(texts, count, gone)
+        except ConnectionError as error:
+            raise HTTPException(400, str(error)) from None  # Nobody reads it.
+        finally:
+            gone.cancel()
 
     @contextlib.asynccontextmanager
     async def admitted(self, request: Request) -> AsyncIterator[None]:
@@ -348,7 +271,7 @@ class Server:
                 "(--max-characters): send it in parts",
             )
 
-    def model_of_pair(self, source: str, target: str) -> Served:
+    def model_of_pair(self, source: str, target: str) -> ServedModel:
         """Returns the first model of these languages; of any source language for "auto"."""
         for model in self.models.values():
             if source in (model.source, "auto") and target == model.target:
@@ -356,7 +279,7 @@ class Server:
         pairs = ", ".join(f"{each.source} to {each.target}" for each in self.models.values())
         raise HTTPException(400, f"{source} to {target} is not supported; there is {pairs}")
 
-    def model_named(self, name: str) -> Served:
+    def model_named(self, name: str) -> ServedModel:
         """Returns the model of this name."""
         if name not in self.models:
             known = ", ".join(self.models)
@@ -364,7 +287,13 @@ class Server:
         return self.models[name]
 
 
-def described(model: Served) -> dict[str, Any]:
+async def disconnected(request: Request) -> None:
+    """Ends when the client of a request has gone, whose body is read already."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def described(model: ServedModel) -> dict[str, Any]:
     """Returns a model as an object of OpenAI's API."""
     return {
         "id": model.name,
@@ -506,75 +435,83 @@ async def describe_failure(request: Request, error: Exception) -> JSONResponse:
     return error_response(request, 500, "the server failed; its log has the reason")
 
 
-def main() -> None:
-    """Loads the models and serves until Ctrl-C or SIGTERM."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--run", action="append", required=True, help="run folder; repeatable")
-    parser.add_argument(
-        "--languages",
-        action="append",
-        default=[],
-        metavar="en-de",
-        help="source and target of each --run, in the same order; default: those of the run",
-    )
-    parser.add_argument("--host", default="127.0.0.1", help="address; 0.0.0.0 = every network")
-    parser.add_argument("--port", type=int, default=5000, help="0 = any free one")
-    limits = {
-        "--max-body": ("body_bytes", "bytes of a request"),
-        "--max-characters": ("characters", "of all texts of a request"),
-        "--max-requests": ("requests", "in work at the same time; further ones get status 503"),
-        "--max-connections": ("connections", "that are open at the same time"),
-        "--read-timeout": ("read_seconds", "seconds in which the body of a request must arrive"),
-    }
-    for option, (name, meaning) in limits.items():
-        default = getattr(Limits, name)
-        parser.add_argument(
-            option, dest=name, type=type(default), default=default, metavar="N", help=meaning
-        )
-    options = parser.parse_args()
-    values = {name: getattr(options, name) for name, _ in limits.values()}
-    if options.languages and len(options.languages) != len(options.run):
-        parser.error("--languages: give it once for each --run, or not at all")
-    if min(values.values()) <= 0:
-        parser.error("limits must be above 0")
+class TimedConnection(H11Protocol):
+    """A connection that is closed if its client keeps it waiting.
 
-    runtime.configure()  # As the commands do.
-    try:
-        pairs = itertools.zip_longest(options.run, options.languages)
-        models = [Served(fmt.Run(Path(folder)), languages) for folder, languages in pairs]
-        server = Server(models, Limits(**values))
-        for model in models:
-            model.translator.translate("a")  # Compiles the programs for short sentences.
-        serve(server, options.host, options.port)
-    except (UserError, OSError) as error:
-        parser.exit(1, f"server.py: error: {error}\n")
+    Uvicorn limits the time between two requests, up to the first byte of the next one. This class
+    limits the time until a request has its whole header, and until an answer is read.
+    """
+
+    read_seconds = Limits.read_seconds
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._timer = self.loop.call_soon(lambda: None)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begins to wait for the first request."""
+        super().connection_made(transport)
+        self._wait_for_client()
+
+    def on_response_complete(self) -> None:
+        """Begins to wait for the next request, and for the client to read what it was sent."""
+        super().on_response_complete()
+        self._wait_for_client()
+
+    def pause_writing(self) -> None:
+        """Begins to wait for the client to read a part of an answer."""
+        super().pause_writing()
+        self._wait_for_client()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Waits no longer."""
+        super().connection_lost(exc)
+        self._timer.cancel()
+
+    def _wait_for_client(self) -> None:
+        self._timer.cancel()
+        self._timer = self.loop.call_later(self.read_seconds, self._close_unless_in_work)
+
+    def _close_unless_in_work(self) -> None:
+        is_in_work = self.cycle is not None and not self.cycle.response_complete
+        if not is_in_work or self.flow.write_paused:
+            self.transport.abort()
+
+
+def connection_class(limits: Limits) -> type[TimedConnection]:
+    """Returns the class of connections with a time limit."""
+    return type("Connection", (TimedConnection,), {"read_seconds": limits.read_seconds})
 
 
 def http_server(server: Server) -> uvicorn.Server:
     """Returns the server of Uvicorn, to run with a socket."""
+    limits = server.limits
     return uvicorn.Server(
         uvicorn.Config(
             server.app(),
-            http="h11",
+            http=connection_class(limits),
             ws="none",
             log_level="warning",
             access_log=False,
-            limit_concurrency=server.limits.connections,
-            timeout_graceful_shutdown=30,
+            limit_concurrency=limits.connections,
         )
     )
 
 
 def serve(server: Server, host: str, port: int) -> None:
-    """Listens at an address, prints it, and serves."""
+    """Listens at an address, prints it, and serves until SIGINT or SIGTERM.
+
+    Then no further request is accepted, and those that are in work are answered.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, port), family=family, backlog=512) as listening:
+    with contextlib.ExitStack() as stack:
+        listening = socket.create_server((host, port), family=family, backlog=512)
+        stack.enter_context(listening)
+        # Uvicorn raises a signal again when everything is answered.
+        stack.enter_context(contextlib.suppress(KeyboardInterrupt))
+        previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+        stack.callback(signal.signal, signal.SIGTERM, previous)
         address, number = listening.getsockname()[:2]
         shown = f"[{address}]" if ":" in address else address
         print(f"translating at http://{shown}:{number}; Ctrl-C ends", flush=True)
-        with contextlib.suppress(KeyboardInterrupt):  # When everything is answered.
-            http_server(server).run(sockets=[listening])
-
-
-if __name__ == "__main__":
-    main()
+        http_server(server).run(sockets=[listening])

@@ -1,0 +1,170 @@
+"""What a state and an optimizer are, as JSON values that are compared by name.
+
+Adam and AdaBelief have states of the same shapes, so a checkpoint also records the types of the
+state's containers. Adam and Adamax have the same types, too: only the functions of the optimizer
+tell them apart, and the constants that these were made with.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import inspect
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+_MOST_NAMED = 5
+OPTIMIZER = "optimizer"
+"""What the names of an optimizer's functions and constants begin with."""
+_OPTIMIZER_FIELDS = ("init", "update")
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def of_state(state: Any) -> dict[str, str]:
+    """Returns the types of the named tuples, dataclasses and other nodes of a state, by path.
+
+    The names are those of the classes alone, because libraries move classes between modules.
+    """
+    return dict(_types(state, ()))
+
+
+def _types(node: Any, path: tuple[Any, ...]) -> Iterator[tuple[str, str]]:
+    children, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda each: each is not node)
+    if any(child is node for _, child in children):
+        return  # It is a leaf.
+    # The keys of dicts, and the places in sequences, are parts of the paths of the leaves.
+    if not isinstance(node, Mapping) and type(node) not in (list, tuple, type(None)):
+        yield _name(path), type(node).__qualname__
+    for key, child in children:
+        yield from _types(child, (*path, *key))
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/") or "the state"
+
+
+def of_optimizer(update: Any) -> dict[str, Any]:
+    """Returns the functions that an optimizer is made of, and their constants, by name.
+
+    optax keeps both in closures: {"optimizer/0/scale_by_adam.b1": 0.9, ...}. The code of functions
+    is not part, and neither are global variables that they use.
+    """
+    found: dict[str, Any] = {}
+    _describe(update, OPTIMIZER, found, frozenset())
+    return found
+
+
+def of_step(update: Any) -> dict[str, Any]:
+    """Returns `of_optimizer` of the optimizers that a step's function uses, by their variables.
+
+    They are variables of the enclosing functions, or global ones. Empty if there are none.
+    """
+    found = {}
+    codes = [update.__code__] if inspect.isfunction(update) else []
+    names = set()
+    for code in codes:
+        names |= {*code.co_names, *code.co_freevars}
+        codes += [each for each in code.co_consts if inspect.iscode(each)]
+    if codes:
+        cells = zip(codes[0].co_freevars, update.__closure__ or (), strict=True)
+        variables = update.__globals__ | {name: cell.cell_contents for name, cell in cells}
+        for name in sorted(names & variables.keys()):
+            if getattr(variables[name], "_fields", None) == _OPTIMIZER_FIELDS:
+                found[name] = variables[name].update
+    result: dict[str, Any] = {}
+    for name, each in found.items():
+        _describe(
+            each, OPTIMIZER if len(found) == 1 else f"{OPTIMIZER}/{name}", result, frozenset()
+        )
+    return result
+
+
+open_checkpoints: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The `Checkpoints` of this process that are not closed."""
+
+
+def compare_step(update: Any) -> None:
+    """Compares the optimizer of a step that begins with that of the one open `Checkpoints`.
+
+    Raises:
+      UserError: a checkpoint was restored that was begun with another optimizer.
+    """
+    if len(open_checkpoints) == 1:
+        next(iter(open_checkpoints)).compare_optimizer(of_step(update))
+
+
+def _describe(value: Any, name: str, found: dict[str, Any], outer: frozenset[int]) -> None:
+    if id(value) in outer:
+        return
+    outer |= {id(value)}
+    members: Mapping[Any, Any] = {}
+    if isinstance(value, functools.partial):
+        _describe(value.func, name, found, outer)
+        members = {**dict(enumerate(value.args)), **value.keywords}
+    elif inspect.ismethod(value):
+        _describe(value.__func__, name, found, outer)
+        members = {type(value.__self__).__qualname__: value.__self__}
+    elif inspect.isfunction(value):
+        factory, *inner = value.__qualname__.replace("<locals>.", "").split(".")
+        found[f"{name}/{factory}"] = ".".join(inner)
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        contents = {variable: cell.cell_contents for variable, cell in cells}
+        constants = {key: each for key, each in contents.items() if isinstance(each, _PLAIN)}
+        found |= {f"{name}/{factory}.{key}": each for key, each in constants.items()}
+        members = {key: each for key, each in contents.items() if key not in constants}
+        if len(members) == 1:  # Its name would only make those of its parts longer.
+            (only,) = members.values()
+            _describe(only, name, found, outer)
+            members = {}
+    elif getattr(value, "_fields", None) == _OPTIMIZER_FIELDS:
+        _describe(value.update, name, found, outer)
+    elif isinstance(value, Mapping):
+        members = value
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        members = dict(enumerate(value))
+    elif isinstance(value, _PLAIN):
+        found[name] = value
+    elif isinstance(value, np.ndarray | np.generic | jax.Array):
+        array = np.asarray(value)
+        digest = hashlib.sha256(array.tobytes()).hexdigest()
+        found[name] = array.tolist() if array.size == 1 else f"{array.shape} {digest}"
+    elif isinstance(value, type) or inspect.isbuiltin(value):
+        found[name] = value.__qualname__
+    else:
+        found[name] = type(value).__qualname__
+        if dataclasses.is_dataclass(value) or type(value).__module__.startswith("optax"):
+            members = vars(value)
+    for key, member in members.items():
+        _describe(member, f"{name}/{key}", found, outer)
+
+
+def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """Returns in words which names have other values: "seed: 0 there, 1 here".
+
+    The constants of a function are left out if only one side has the function.
+    """
+    names = dict.fromkeys([*there, *here])
+    changed = {
+        name: (there.get(name, "nothing"), here.get(name, "nothing"))
+        for name in names
+        if there.get(name, "nothing") != here.get(name, "nothing")
+    }
+    return [
+        f"{name}: {_short(theirs)} there, {_short(ours)} here"
+        for name, (theirs, ours) in changed.items()
+        if name.rpartition(".")[0] not in changed
+    ]
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else f"{text[:16]}..."
+
+
+def listed(changes: Sequence[str]) -> str:
+    """Returns the first of some differences, and how many others there are."""
+    others = len(changes) - _MOST_NAMED
+    return "; ".join(changes[:_MOST_NAMED]) + (f"; and {others} more" if others > 0 else "")
