@@ -19,7 +19,7 @@ from flaxformer_mt.runs import parameter_file
 from flaxformer_mt.runs.averaging import average_run
 from flaxformer_mt.runs.checkpoint import Checkpoints, restore_params
 from flaxformer_mt.runs.manifest import damage
-from flaxformer_mt.runs.trained_model import load_run
+from flaxformer_mt.trained_model import load_run
 from flaxformer_mt.training.reporting.metrics import JsonLinesWriter
 
 

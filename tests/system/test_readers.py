@@ -14,7 +14,7 @@ from flaxformer_mt.decoding.translator import Translator
 from flaxformer_mt.runs.averaging import average_run
 from flaxformer_mt.runs.checkpoint import Checkpoints, restore_params
 from flaxformer_mt.runs.folder import write_run
-from flaxformer_mt.runs.trained_model import describe_run
+from flaxformer_mt.trained_model import describe_run
 from flaxformer_mt.training.state import TrainState
 
 KEPT, READERS, READINGS = 3, 10, 10
@@ -57,7 +57,7 @@ def read(number, run, outputs):
 def test_readers_never_fail_while_a_run_is_trained(tmp_path):
     talker = make_talker()
     run = tmp_path / "run"
-    write_run(run, talker.config, {}, talker.tokenizers)
+    write_run(run, talker.config, talker.tokenizers.files, {})
     steps = KEPT
     with Checkpoints(run, keep_last=KEPT, announce=pytest.fail) as checkpointer:
         for step in range(1, KEPT + 1):

@@ -16,7 +16,7 @@ from flaxformer_mt.config import CorpusConfig, DataConfig
 from flaxformer_mt.decoding.translator import Translator
 from flaxformer_mt.experiment import prepare
 from flaxformer_mt.runs.checkpoint import restore_params
-from flaxformer_mt.runs.trained_model import load_run
+from flaxformer_mt.trained_model import load_run
 
 
 def run(arguments):

@@ -8,7 +8,7 @@ from small_runs import metrics
 from flaxformer_mt.cli import training
 from flaxformer_mt.data.corpora.corpus import load_corpus
 from flaxformer_mt.decoding.translator import Translator
-from flaxformer_mt.runs.trained_model import load_run
+from flaxformer_mt.trained_model import load_run
 
 
 def options(workdir, kind, num_steps):

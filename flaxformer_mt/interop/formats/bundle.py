@@ -21,7 +21,7 @@ from flaxformer_mt.interop.formats.hub_families import HUB_FAMILIES
 from flaxformer_mt.interop.formats.own_format import OWN
 from flaxformer_mt.interop.weight_maps.mapping import model_params
 from flaxformer_mt.runs.folder import read_origin
-from flaxformer_mt.runs.trained_model import load_run, write_model
+from flaxformer_mt.trained_model import load_run, write_model
 
 Notes = tuple[str, ...]
 """What was changed or lost, in one line each."""
@@ -40,10 +40,6 @@ WRITERS = {
     "ctranslate2": "ctranslate2",
     "jax": "jax_export",
 }
-_WITHOUT_EFFECT = {
-    "batch_tokens", "num_devices", "max_source_length", "alignment_layer", "alignment_head", "seed",
-}  # fmt: skip
-"""Search options that do not decide which translation is found for a sentence."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +65,27 @@ class ModelBundle:
     def write_run(self, folder: Path) -> None:
         """Writes a run folder with a single checkpoint, of step 0; errors as for `write_model`."""
         write_model(folder, self.config, self.tokenizers, model_params(self.params), self.origin)
+
+
+WITHOUT_EFFECT = frozenset({
+    "batch_tokens", "num_devices", "max_source_length", "alignment_layer", "alignment_head", "seed",
+})  # fmt: skip
+"""Search options that do not decide which translation is found for a sentence."""
+
+
+def unsupported_options(
+    decode: DecodeConfig, supported: Collection[str], program: str
+) -> list[str]:
+    """Returns a line about each search option that a program does not support.
+
+    `supported` are the fields with a counterpart, besides those of `WITHOUT_EFFECT`.
+    """
+    known = {*supported, *WITHOUT_EFFECT}
+    return [
+        f"decode.{field.name}={getattr(decode, field.name)} is not supported by {program}"
+        for field in dataclasses.fields(decode)
+        if field.name not in known and getattr(decode, field.name) != field.default
+    ]
 
 
 def experiment(model: TransformerConfig, decode: DecodeConfig, **data: Any) -> ExperimentConfig:
@@ -120,18 +137,3 @@ def _call(
     # A module of several families takes the one that is meant.
     options |= {"family": family} if family in FAMILIES else {}
     return getattr(module, function)(*arguments, **options)
-
-
-def unsupported_options(
-    decode: DecodeConfig, supported: Collection[str], program: str
-) -> list[str]:
-    """Returns a line about each search option that a program does not support.
-
-    `supported` are the fields with a counterpart, besides those that decide no translation.
-    """
-    known = {*supported, *_WITHOUT_EFFECT}
-    return [
-        f"decode.{field.name}={getattr(decode, field.name)} is not supported by {program}"
-        for field in dataclasses.fields(decode)
-        if field.name not in known and getattr(decode, field.name) != field.default
-    ]

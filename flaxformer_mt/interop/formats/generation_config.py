@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
-from flaxformer_mt.config.decode import SAMPLING_FIELDS
 from flaxformer_mt.config.fields import MAX_VOCABULARY, type_hints
+from flaxformer_mt.config.relations import SAMPLING_FIELDS
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer
 from flaxformer_mt.decoding.search.options import forbidden_token_ids
 from flaxformer_mt.errors import UserError

@@ -1,30 +1,45 @@
-"""Metrics and translations of the development and test sets."""
+"""Evaluates a run: validations while it trains, and the test at its end."""
 
-import dataclasses
 import functools
+import itertools
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from rich.console import Console
 
 from flaxformer_mt import distributed
-from flaxformer_mt.config import DecodeConfig, ExperimentConfig
+from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.data.dataset import Dataset
-from flaxformer_mt.data.stream.batches import Batch, evaluation_batches
+from flaxformer_mt.data.stream.batches import evaluation_batches
 from flaxformer_mt.data.stream.placement import own_shard, row_shards
+from flaxformer_mt.decoding.batching.workers import decoding_on
 from flaxformer_mt.decoding.parameters import on_one_device
 from flaxformer_mt.decoding.scoring.teacher_forcing import predict_tokens
 from flaxformer_mt.decoding.translator import Sentence, Translator, into_languages
+from flaxformer_mt.errors import UserError
 from flaxformer_mt.evaluation import evaluate
 from flaxformer_mt.evaluation.teacher_forced import seq2seq_acc, teacher_forced_bleu
 from flaxformer_mt.memory_limits import explained_exhaustion
 from flaxformer_mt.model.transformer import Transformer
-from flaxformer_mt.training.devices import RunDevices
-from flaxformer_mt.training.reporting.console import Sample, some_of
-from flaxformer_mt.training.reporting.metrics import validate
+from flaxformer_mt.runs.checkpoint import restore_params
+from flaxformer_mt.runs.layout import METRICS
+from flaxformer_mt.training.devices import RunDevices, place
+from flaxformer_mt.training.reporting.console import Sample, print_labelled, some_of
+from flaxformer_mt.training.reporting.metrics import JsonLinesWriter, validate
 from flaxformer_mt.training.step import eval_step
+
+
+class Tested(NamedTuple):
+    """The best checkpoint of a run on the test corpus."""
+
+    step: int
+    translations: list[str]
+    """A language model has none."""
+    metrics: dict[str, Any]
 
 
 class Validation:
@@ -38,7 +53,8 @@ class Validation:
             split: evaluation_batches(evaluated.tokens, config, row_shards(mesh), own_shard(mesh))
             for split, evaluated in dataset.evaluation_sets.items()
         }
-        shapes = {_shapes(batch) for batches in self._batches.values() for batch in batches}
+        placed = itertools.chain.from_iterable(self._batches.values())
+        shapes = {str(jax.tree.map(np.shape, batch)) for batch in placed}
         self._eval_step = devices.compile_eval_step(
             functools.partial(eval_step, model=Transformer(config.model), config=config.train),
             len(shapes),
@@ -127,18 +143,40 @@ class Validation:
         own = translator.translate(distributed.share_out(sources), show_progress=show_progress)
         return distributed.gather_texts(own)
 
+    def test(self, workdir: str | Path, show_progress: bool = False) -> Tested:
+        """Evaluates the best checkpoint on the test corpus, and writes the metrics."""
+        test, devices = self._dataset.test, self._devices
+        if test is None:
+            raise UserError("data.test_split is empty: there is nothing to test on")
+        step, params = restore_params(workdir, "best")
+        hypotheses: list[str] = []
+        metrics = self.measure("test", place(params, devices.mesh, devices.rules))
+        if self._config.model.has_inputs:
+            sentences, (references,) = into_languages(
+                test.texts.sources, [test.texts.targets], self._dataset.tokenizers.target
+            )
+            hypotheses = self.translate(params, sentences, show_progress)
+            metrics |= self.quality(hypotheses, references)
+        if distributed.is_main():
+            JsonLinesWriter(Path(workdir, METRICS)).write(step, "test", metrics)
+        return Tested(step, hypotheses, metrics)
 
-def _shapes(batch: Batch) -> tuple[tuple[int, ...], ...]:
-    return tuple(leaf.shape for leaf in jax.tree.leaves(batch))
-
-
-def decoding_on(devices: Sequence[jax.Device], decode: DecodeConfig) -> DecodeConfig:
-    """Returns search options with which no more devices translate than train.
-
-    `devices` are those that train, of all processes. A `num_devices` chosen by the user does not
-    change.
-    """
-    own = [each for each in devices if each.process_index == jax.process_index()]
-    if decode.num_devices or not own or own[0].platform == "cpu":  # Zero means one CPU.
-        return decode
-    return dataclasses.replace(decode, num_devices=len(own))
+    def print_test(self, workdir: Path, console: Console) -> None:
+        """Evaluates the best checkpoint on the test corpus, if any; prints what it gives."""
+        if self._dataset.test is None:
+            return
+        texts = self._dataset.test.texts
+        step, hypotheses, metrics = self.test(workdir, console.is_terminal)
+        head = f"test ({texts.name}), best checkpoint (step {step:,}): loss {metrics['loss']:.4f}"
+        if not self._config.model.has_inputs:
+            console.print(f"\n{head}, perplexity {metrics['perplexity']:.2f}")
+            return
+        samples = map(Sample, texts.sources, hypotheses, texts.targets)
+        for sample in itertools.islice(samples, self._config.train.show_translations):
+            console.print()
+            print_labelled(sample.rows(), console, width=12)
+        console.print(
+            f"\n{head}, BLEU {metrics['bleu']:.2f}, chrF {metrics['chrf']:.2f}  "
+            f"[{metrics['bleu_signature']}]",
+            soft_wrap=not console.is_terminal,  # Terminals would break lines within words.
+        )

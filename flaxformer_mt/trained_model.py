@@ -17,18 +17,12 @@ from flax.traverse_util import flatten_dict
 from flaxformer_mt import config as configuration
 from flaxformer_mt import distributed
 from flaxformer_mt.config import ExperimentConfig, TransformerConfig
-from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers, read_tokenizers
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.memory_limits import LESS_ON_DEVICE, explained_exhaustion
 from flaxformer_mt.model.functional import parameter_shapes
 from flaxformer_mt.runs import atomic, changes, data_file
-from flaxformer_mt.runs.folder import (
-    fingerprints,
-    read_config,
-    read_fingerprints,
-    read_tokenizers,
-    write_run,
-)
+from flaxformer_mt.runs.folder import read_config, read_fingerprints, write_run
 from flaxformer_mt.runs.layout import CONFIG, TOKENIZER, CheckpointSelector
 from flaxformer_mt.runs.step_folders import metric_of
 
@@ -91,7 +85,8 @@ def write_model(
     _check_shapes(Path(folder), config, tokenizers, shapes)
     if distributed.is_main():
         with atomic.new_folder(Path(folder)) as partial:
-            write_run(partial, config, {}, tokenizers, origin)
+            fingerprints = {data_file.TOKENIZER: tokenizers.fingerprints}
+            write_run(partial, config, tokenizers.files, fingerprints, origin)
             write_params(partial, step, params)
     distributed.barrier("the run folder is written")
 
@@ -159,7 +154,7 @@ def describe_run(
         or None,
         "config": configuration.to_dict(run.config),
         "data_fingerprints": read_fingerprints(folder),
-        "tokenizer_fingerprints": fingerprints(run.tokenizers),
+        "tokenizer_fingerprints": run.tokenizers.fingerprints,
         "parameters_sha256": parameters_sha256(run.params),
         "parameters": {path: list(leaf.shape) for path, leaf in sorted(leaves.items())},
     }

@@ -6,7 +6,6 @@ and the history of the run only: a run that is killed and continued again has th
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,9 +16,6 @@ from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.config.experiment import values_with
 from flaxformer_mt.config.fields import FieldRole
 from flaxformer_mt.data.stream.batches import DataPosition
-from flaxformer_mt.runs import changes
-from flaxformer_mt.runs.layout import METRICS
-from flaxformer_mt.runs.metrics_file import read_lines
 from flaxformer_mt.training.parameters import split
 from flaxformer_mt.training.reporting.progress import BestSoFar, Interval, Progress
 from flaxformer_mt.training.sharding import path_name
@@ -118,17 +114,3 @@ def adapted_progress(progress: Progress, history: Sequence[Mapping[str, Any]]) -
         stopping=BestSoFar() if other_text or names & stopping else progress.stopping,
         batch_shapes=(),
     )
-
-
-def missing_lines(
-    workdir: Path, history: Sequence[Mapping[str, Any]], last: int
-) -> list[tuple[int, dict[str, str]]]:
-    """Returns the steps and values of the lines about changes that `metrics.jsonl` lacks.
-
-    `last` is the step that the run continues from; lines of later ones are removed.
-    """
-    lines = [line.values for line in read_lines(workdir / METRICS) if line.values is not None]
-    written = [line for line in lines if line["split"] == changes.SPLIT and line["step"] <= last]
-    return [
-        (entry["step"], {"changed": changes.described(entry)}) for entry in history[len(written) :]
-    ]
