@@ -13,16 +13,17 @@ from flaxformer_mt import interop
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.memory_limits import host_memory, require_memory
-from flaxformer_mt.parity import published, references
-from flaxformer_mt.parity.compare_family import compare
-from flaxformer_mt.parity.model_pair import Tables
-from flaxformer_mt.parity.published import Dtype, PublishedModel
-from flaxformer_mt.parity.recipes import recipe
+from flaxformer_mt.parity import references
+from flaxformer_mt.parity.families import published
+from flaxformer_mt.parity.families.compare import compare
+from flaxformer_mt.parity.families.compare_saved import compare_saved
+from flaxformer_mt.parity.families.model_pair import Tables
+from flaxformer_mt.parity.families.published import Dtype, PublishedModel
+from flaxformer_mt.parity.families.recipes import recipe
+from flaxformer_mt.parity.families.saved_files import SavedValues, script
+from flaxformer_mt.parity.families.settings import SettingDifference
+from flaxformer_mt.parity.families.tokens import check_special_tokens, example
 from flaxformer_mt.parity.reports.report import Report
-from flaxformer_mt.parity.saved.compare_saved import compare_saved
-from flaxformer_mt.parity.saved.files import SavedValues, script
-from flaxformer_mt.parity.settings import SettingDifference
-from flaxformer_mt.parity.tokens import check_special_tokens, example
 from flaxformer_mt.presets import FAMILIES, canonical_family, check_fields, preset
 
 Size = Literal["toy", "base"]

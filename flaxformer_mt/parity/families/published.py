@@ -17,7 +17,7 @@ from flaxformer_mt.interop.formats.bundle import read_bundle
 from flaxformer_mt.interop.weight_maps import checkpoints, validation
 from flaxformer_mt.interop.weight_maps.mapping import WeightMap
 from flaxformer_mt.parity import references
-from flaxformer_mt.parity.model_pair import Tables
+from flaxformer_mt.parity.families.model_pair import Tables
 from flaxformer_mt.presets import canonical_family, check_fields
 
 Dtype = Literal["float64", "float32"]

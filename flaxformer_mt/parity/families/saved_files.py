@@ -9,9 +9,9 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError, prefixed
 from flaxformer_mt.interop import array_files
 from flaxformer_mt.interop.formats.hub_families import HUB_FAMILIES
-from flaxformer_mt.parity.recipes import recipe
-from flaxformer_mt.parity.tokens import Tokens, as_tokens, example
-from flaxformer_mt.parity.trace import Values, sites
+from flaxformer_mt.parity.families.recipes import recipe
+from flaxformer_mt.parity.families.tokens import Tokens, as_tokens, example
+from flaxformer_mt.parity.trace.sites import Values, sites
 
 INPUTS = ("source", "target_input", "target_output")
 

@@ -21,12 +21,24 @@ from flaxformer_mt.interop.weight_maps.family import sinusoids
 from flaxformer_mt.model.masks import causal_mask
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.objectives.losses import label_smoothed_cross_entropy
-from flaxformer_mt.parity.any_model.program import TracedFunction, trace
-from flaxformer_mt.parity.recipes import Recipe, recipe
+from flaxformer_mt.parity.families.recipes import Recipe, recipe
+from flaxformer_mt.parity.families.tokens import (
+    Padding,
+    Tokens,
+    as_tokens,
+    check_special_tokens,
+    padding,
+)
+from flaxformer_mt.parity.program.equations import Equation, TracedFunction, trace
 from flaxformer_mt.parity.references.losses import LOSSES
 from flaxformer_mt.parity.sides import Pair, copied
-from flaxformer_mt.parity.tokens import Padding, Tokens, as_tokens, check_special_tokens, padding
-from flaxformer_mt.parity.trace import Values, sites, values_of_model
+from flaxformer_mt.parity.trace.sites import (
+    MASKED,
+    Values,
+    is_scores,
+    sites,
+    values_of_model,
+)
 from flaxformer_mt.presets import canonical_family
 
 Tables = Literal["exact", "published"]
@@ -51,10 +63,17 @@ class OurModel:
     tables: Tables = "exact"
 
     def run(self, tensors: Mapping[str, Any], batch: Tokens) -> tuple[Sequence[Array], Any]:
-        config = self.config
-        params = interop.differentiable(self.family, config, tuple(tensors))(tensors)
-        if self.tables == "published" and config.position_kind == "sinusoidal":
-            config, params = self._with_published_tables(params, tensors)
+        return self._apply(*self._parameters(tensors), batch)
+
+    def _parameters(self, tensors: Mapping[str, Any]) -> tuple[TransformerConfig, dict[str, Any]]:
+        params = interop.differentiable(self.family, self.config, tuple(tensors))(tensors)
+        if self.tables == "published" and self.config.position_kind == "sinusoidal":
+            return self._with_published_tables(params, tensors)
+        return self.config, params
+
+    def _apply(
+        self, config: TransformerConfig, params: Any, batch: Tokens
+    ) -> tuple[Sequence[Array], Any]:
         arguments: Any = {"capture_intermediates": True, "mutable": ["intermediates"]}
         inputs: tuple[Any, ...] = (batch.source if config.has_inputs else None, batch.target_input)
         if not config.target_vocab_size:
@@ -64,6 +83,24 @@ class OurModel:
             arguments["encoder_positions"] = jnp.maximum(real - 1, 0)
         logits, kept = Transformer(config).apply({"params": params}, *inputs, **arguments)
         return [logits], kept["intermediates"]
+
+    def traced(self, tensors: Mapping[str, Any], batch: Tokens) -> tuple[TracedFunction, list[Any]]:
+        """Returns the model as a traced function of its own parameters, and its arguments."""
+        config, params = self._parameters(tensors)
+        shapes, tree = jax.tree.flatten(jax.eval_shape(lambda *given: given, params, batch))
+        return _program(self, config, tree, tuple(shapes)), jax.tree.leaves((params, batch))
+
+    def program(self, config: TransformerConfig, params: Any, batch: Any) -> TracedFunction:
+        """Traces the model, given the shapes of its parameters and of a batch."""
+        function = trace(functools.partial(self._apply, config), params, (batch,), opened=True)
+        numbers = dict(zip(function.output_names, function.outputs, strict=True))
+        found = {}
+        for site in sites(config):
+            path = f"1/{site.path}/{site.call}"
+            number = numbers[path] if path in numbers else numbers[f"{path}/0"]
+            found[site.name] = number if site.layer is None else function.stacks[number][site.layer]
+        found["logits"] = numbers["0/0"]
+        return _reading_scores(function.with_sites(found, outputs=("0/0",)))
 
     def published_tables(self, tensors: Mapping[str, Any]) -> list[str]:
         """Returns the names of the tables of positions among the reference's tensors."""
@@ -145,15 +182,30 @@ class ModelPair(Pair):
         return total / count
 
     def traced(self, batch: Tokens) -> tuple[TracedFunction, list[Any]]:
-        tensors = {**self.trained(), **self.fixed()}
-        function = trace(self.ours.run, tensors, (batch,), intermediates=False)
-        numbers = dict(zip(function.output_names, function.outputs, strict=True))
-        found = {}
-        for site in sites(self.ours.config):
-            path = f"1/{site.path}/{site.call}"
-            number = numbers[path] if path in numbers else numbers[f"{path}/0"]
-            found[site.name] = number if site.layer is None else function.stacks[number][site.layer]
-        return function.with_sites(found, outputs=("0/0",)), jax.tree.leaves((tensors, batch))
+        return self.ours.traced({**self.trained(), **self.fixed()}, batch)
+
+
+@functools.lru_cache(maxsize=8)
+def _program(ours: OurModel, config: TransformerConfig, tree: Any, shapes: Any) -> TracedFunction:
+    return ours.program(config, *jax.tree.unflatten(tree, shapes))
+
+
+def _reading_scores(function: TracedFunction) -> TracedFunction:
+    """Makes the softmax read the masked scores that are a site, which it masks by itself."""
+    makers = {n: equation for equation in function.equations for n in equation.outputs}
+    scores = {makers[n].inputs[-1]: n for site, n in function.sites.items() if is_scores(site)}
+
+    def read(equation: Equation) -> Equation:
+        number = scores.get(equation.inputs[-1]) if equation.name == "select_n" else None
+        if number is None or number in equation.outputs:
+            return equation
+        return Equation("mask", {}, (number,), equation.outputs, _hidden)
+
+    return dataclasses.replace(function, equations=[read(each) for each in function.equations])
+
+
+def _hidden(scores: Any) -> list[Array]:
+    return [jnp.where(scores <= MASKED, -jnp.inf, scores)]
 
 
 def model_pair(

@@ -4,6 +4,7 @@ The equations are those of the jaxpr, with nested functions inlined and loops ov
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -13,7 +14,7 @@ import jax
 from jax.extend import core
 
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.parity.any_model.taps import path_name
+from flaxformer_mt.parity.trace.taps import path_name
 
 _INLINED = {
     "jit": "jaxpr",
@@ -25,9 +26,8 @@ _INLINED = {
 }
 """Primitives that are replaced by their bodies, and the parameter that holds the body."""
 _CUSTOM = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
-"""Those with a derivative of their own, which are replaced only if they contain a tap."""
-
-Values = dict[int, Any]
+"""Those with a derivative of their own, which a program that is differentiated keeps unless they
+contain a tap."""
 
 
 class Equation(NamedTuple):
@@ -38,6 +38,15 @@ class Equation(NamedTuple):
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     run: Callable[..., Sequence[Any]]
+
+
+class Norm(NamedTuple):
+    """A site that is a norm of another value."""
+
+    site: str
+    number: int
+    reads: int
+    equations: Sequence[Equation]
 
 
 @dataclasses.dataclass(eq=False)
@@ -57,12 +66,17 @@ class TracedFunction:
     types: dict[int, jax.ShapeDtypeStruct] = dataclasses.field(default_factory=dict)
     stacks: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     """The values of the iterations of a loop, by the number of their stack."""
+    opened: bool = False
 
-    def run(self, leaves: Sequence[Any], added: Mapping[int, Any] = MappingProxyType({})) -> Values:
-        """Computes all values from the leaves of the arguments; `added` is added to values."""
+    def run(self, leaves: Sequence[Any], added: Mapping[int, Any] = MappingProxyType({})) -> Any:
+        """Computes all values by number, from the leaves of the arguments.
+
+        `added` is added to values.
+        """
         values = {**self.constants, **dict(zip(self.inputs, leaves, strict=True))}
         for equation in self.equations:
-            compute(equation, values)
+            outputs = equation.run(*(values[number] for number in equation.inputs))
+            values.update(zip(equation.outputs, outputs, strict=True))
             values.update({n: values[n] + added[n] for n in equation.outputs if n in added})
         return values
 
@@ -78,6 +92,34 @@ class TracedFunction:
             sites=dict(sorted(numbers.items(), key=lambda site: position.get(site[1], 0))),
         )
 
+    @functools.cached_property
+    def norms(self) -> list["Norm"]:
+        """The sites that are norms of another value."""
+        fixed = {*self.inputs, *self.constants, *self.parameters}
+        numbers, found = {*self.sites.values()}, []
+        for site, number in self.sites.items():
+            equations = self.slice_before(number, fixed | numbers - {number})
+            names = {equation.name for equation in equations}
+            if not names & {"sqrt", "rsqrt"} or names & {"dot_general", "gather"}:
+                continue
+            made = {n for equation in equations for n in equation.outputs}
+            read = {n for equation in equations for n in equation.inputs} - made - fixed
+            if len(read) == 1 and self.types[min(read)].shape == self.types[number].shape:
+                found.append(Norm(site, number, min(read), equations))
+        return found
+
+    def is_norm_of(self, site: str, other: str) -> bool:
+        """Whether a site is a norm of another one."""
+        return any(n.site == site and n.reads == self.sites.get(other) for n in self.norms)
+
+    def depends(self, number: int, on: int) -> bool:
+        """Whether a value is computed from another one."""
+        wanted = {number}
+        for equation in reversed(self.equations):
+            if wanted.intersection(equation.outputs):
+                wanted.update(equation.inputs)
+        return on in wanted
+
     def slice_before(self, number: int, known: Iterable[int]) -> list[Equation]:
         """Returns the equations that compute a value from `known` ones, in order."""
         stop, wanted, found = set(known), {number}, []
@@ -88,21 +130,21 @@ class TracedFunction:
         return found[::-1]
 
 
-def compute(equation: Equation, values: Values) -> None:
-    """Adds the outputs of an equation to `values`."""
-    outputs = equation.run(*(values[number] for number in equation.inputs))
-    values.update(zip(equation.outputs, outputs, strict=True))
-
-
 def trace(
-    function: Callable[..., Any], params: Any, args: Sequence[Any], *, intermediates: bool
+    function: Callable[..., Any],
+    params: Any,
+    args: Sequence[Any],
+    *,
+    intermediates: bool = False,
+    opened: bool = False,
 ) -> TracedFunction:
     """Traces function(params, *args), whose arguments are trees of arrays or shapes.
 
     With `intermediates`, it returns (outputs, intermediates), and each leaf of these is a site.
+    With `opened`, functions that have a derivative of their own become equations, too, and lose it.
     """
     closed, shape = jax.make_jaxpr(function, return_shape=True)(params, *args)
-    builder = _Builder()
+    builder = _Builder(opened=opened)
     leaves = jax.tree_util.tree_leaves_with_path(params)
     inputs = [builder.new(var.aval) for var in closed.jaxpr.invars]
     builder.parameters = {
@@ -176,7 +218,7 @@ class _Builder(TracedFunction):
             self.add_site(site, inputs[0])
             return inputs
         body = eqn.params.get({**_INLINED, **_CUSTOM}.get(name, ""))
-        if body is not None and (name in _INLINED or _has_taps(body)):
+        if body is not None and (name in _INLINED or self.opened or _has_taps(body)):
             consts = getattr(body, "consts", ())
             return self.inline(getattr(body, "jaxpr", body), consts, inputs, layer)
         if name == "scan":

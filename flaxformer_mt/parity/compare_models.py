@@ -16,15 +16,16 @@ from torch import nn
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.weight_maps.rules import AppliedRule, TensorRule, to_ours
 from flaxformer_mt.parity import driver, sides
-from flaxformer_mt.parity.any_model.program import TracedFunction, trace
-from flaxformer_mt.parity.any_model.program_values import ProgramValues
-from flaxformer_mt.parity.any_model.taps import path_name
-from flaxformer_mt.parity.any_model.weight_rules import weight_rules
-from flaxformer_mt.parity.diagnosis.inputs import Select
+from flaxformer_mt.parity.program.diagnosis import Select
+from flaxformer_mt.parity.program.differences import ProgramValues
+from flaxformer_mt.parity.program.equations import TracedFunction, trace
 from flaxformer_mt.parity.reports.report import Report
 from flaxformer_mt.parity.rows import VALUES
-from flaxformer_mt.parity.trace import Tap, Values, comparable
+from flaxformer_mt.parity.trace.module_values import Tap
+from flaxformer_mt.parity.trace.sites import Values, comparable
+from flaxformer_mt.parity.trace.taps import path_name
 from flaxformer_mt.parity.trajectories import Optimizers, train_both
+from flaxformer_mt.parity.weight_rules import weight_rules
 
 JaxFunction = Callable[..., Any]
 ModuleForward = Callable[..., Any]
@@ -98,10 +99,13 @@ def compare_models(
     sites = program.sites | dict(zip(function.output_sites, program.outputs, strict=True))
 
     def causes_of(ours: sides.Side, theirs: sides.Side) -> driver.Causes:
-        _, leaves = pair.traced(arguments)
+        # The numbers of values depend on what is opened.
+        opened = _program(jax_function, tree, tuple(leaves), intermediates, opened=True)
+        outputs = dict(zip(function.output_sites, opened.outputs, strict=True))
+        given = function.leaves(pair.trained() | pair.fixed(), arguments)
         known = {**theirs.values, **theirs.again}
-        model = ProgramValues(program, leaves, sites, known, select, VALUES[dtype])
-        return driver.Causes(model=model, sites=list(sites), untested=model.untested)
+        numbers = opened.sites | outputs
+        return driver.Causes(ProgramValues(opened, given, numbers, known, select, VALUES[dtype]))
 
     train = None
     if optimizers is not None and num_steps:
@@ -225,8 +229,11 @@ def _by_path(tree: Any) -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=8)
-def _program(function: JaxFunction, tree: Any, leaves: Any, intermediates: bool) -> TracedFunction:
-    return trace(function, *jax.tree.unflatten(tree, leaves), intermediates=intermediates)
+def _program(
+    function: JaxFunction, tree: Any, leaves: Any, intermediates: bool, opened: bool = False
+) -> TracedFunction:
+    given = jax.tree.unflatten(tree, leaves)
+    return trace(function, *given, intermediates=intermediates, opened=opened)
 
 
 def _narrowed(value: Any, dtype: str) -> Any:

@@ -9,18 +9,25 @@ import numpy as np
 from torch import nn
 
 from flaxformer_mt import interop
-from flaxformer_mt.interop.weight_maps.mapping import by_path
 from flaxformer_mt.parity import driver, references, trajectories
-from flaxformer_mt.parity.diagnosis.first_cause import FamilyValues, diagnose
-from flaxformer_mt.parity.diagnosis.inputs import Diagnosis, DiagnosisInputs, Select, select_rows
-from flaxformer_mt.parity.model_pair import Forward, OurModel, Tables, model_pair, real_tokens
-from flaxformer_mt.parity.recipes import Recipe
+from flaxformer_mt.parity.causes import losses, positions
+from flaxformer_mt.parity.families.model_pair import (
+    Forward,
+    OurModel,
+    Tables,
+    model_pair,
+    real_tokens,
+)
+from flaxformer_mt.parity.families.recipes import Recipe
+from flaxformer_mt.parity.families.settings import differing_settings
+from flaxformer_mt.parity.families.tokens import Padding, Tokens, select_rows
+from flaxformer_mt.parity.program.diagnosis import Diagnosis, Select, most_specific
+from flaxformer_mt.parity.program.differences import ProgramValues
 from flaxformer_mt.parity.reports.report import Report
 from flaxformer_mt.parity.rows import VALUES
-from flaxformer_mt.parity.settings import differing_settings
 from flaxformer_mt.parity.sides import Side
-from flaxformer_mt.parity.tokens import Padding, Tokens
-from flaxformer_mt.parity.trace import Tap, Values
+from flaxformer_mt.parity.trace.module_values import Tap
+from flaxformer_mt.parity.trace.sites import Values
 
 PUBLISHED_TABLES = "Our tables of positions are the published ones, rounded to float32."
 
@@ -80,8 +87,9 @@ def compare(
         return report if strict else _without_misplaced_taps(report, theirs)
 
     def causes_of(ours: Side, theirs: Side) -> driver.Causes:
-        params = by_path(pair.params)
-        return family_causes(pair.ours, params, tokens, real, ours.values, theirs, pair.dtype)
+        tensors = {**pair.trained(), **pair.fixed()}
+        logits, tolerance = ours.values["logits"], VALUES[pair.dtype]
+        return family_causes(pair.ours, tensors, tokens, real, logits, theirs, tolerance)
 
     train = None
     if num_steps:
@@ -138,31 +146,30 @@ def _kinks(ours: Values, theirs: Values, select: Select) -> int:
 
 def family_causes(
     ours: OurModel,
-    params: Mapping[str, np.ndarray],
+    tensors: Mapping[str, Any],
     tokens: Tokens,
     real: Padding,
-    values: Values,
+    logits: np.ndarray,
     theirs: Side,
-    dtype: str,
+    tolerance: float,
 ) -> driver.Causes:
-    """Returns the causes of differences of our `values` from the reference's."""
-    inputs = DiagnosisInputs(
-        site="loss",
-        config=ours.config,
-        params=params,
-        tokens=tokens,
-        real=real,
-        ours=values,
-        theirs=theirs.values,
-        tolerance=VALUES[dtype],
-        loss=theirs.losses.get("loss", np.nan),
-        convention=ours.recipe.convention,
-        smoothing=ours.recipe.smoothing,
-        untested={},
-        again=theirs.again,
-    )
+    """Returns the causes of differences of our values, of which the logits are given."""
+    config = ours.config
+    program, leaves = ours.traced(tensors, tokens)
+    known, select = {**theirs.values, **theirs.again}, functools.partial(select_rows, real=real)
+    special = positions.causes(config)
+    model = ProgramValues(program, leaves, program.sites, known, select, tolerance, special)
 
-    def diagnosis_of(site: str) -> Diagnosis | None:
-        return diagnose(inputs._replace(site=site))
+    def of_loss() -> Diagnosis | None:
+        settings = {"convention": ours.recipe.convention, "smoothing": ours.recipe.smoothing}
+        found = losses.another_loss(
+            logits,
+            tokens.target_output,
+            tokens.target_input,
+            theirs.losses["loss"],
+            pad_id=config.pad_id,
+            **settings,
+        )
+        return most_specific(found, tolerance)
 
-    return driver.Causes(diagnosis_of, FamilyValues(inputs), list(values), inputs.untested)
+    return driver.Causes(model, of_loss)

@@ -1,5 +1,6 @@
 """The tokens that both sides are given."""
 
+import re
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -182,3 +183,18 @@ def _sentences(
     columns = np.arange(lengths.max())
     tokens = np.where(columns == lengths[:, None] - 1, config.eos_id, tokens)
     return np.where(columns < lengths[:, None], tokens, config.pad_id).astype(np.int32)
+
+
+def real_rows(site: str, real: Padding) -> np.ndarray:
+    """Returns the mask of real tokens that applies to a site, bool [B, S] or [B, T]."""
+    of_source = site.startswith(("source/", "encoder/"))
+    return real.source if of_source or _READS_THE_ENCODER.search(site) else real.target
+
+
+_READS_THE_ENCODER = re.compile("cross_attention/(key|value)$")
+
+
+def select_rows(site: str, value: np.ndarray, real: Padding) -> np.ndarray:
+    """Selects the rows of real tokens [N, ...] of a value [B, T, ...] or [B, H, T, S]."""
+    by_row = value.swapaxes(1, 2) if value.ndim == 4 else value
+    return by_row[real_rows(site, real)]
