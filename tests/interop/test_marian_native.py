@@ -289,8 +289,8 @@ def test_an_export_names_the_search_options_that_marian_lacks(byte_vocabulary):
         ({"transformer-tied-layers": [1, 1]}, r"cannot have transformer-tied-layers: \[1, 1\]"),
         ({"lemma-dim-emb": 8}, "cannot have lemma-dim-emb: 8, only 0"),
         ({"enc-depth": 3}, "num_encoder_layers=3 was given, but the tensors have 2"),
-        ({"dim-vocabs": [V]}, "no pair of integers dim-vocabs"),
-        ({"transformer-heads": None}, "no integer transformer-heads"),
+        ({"dim-vocabs": [V]}, "dim-vocabs"),
+        ({"transformer-heads": None}, "no transformer-heads"),
         ({"output-omit-bias": True}, "tensor decoder_ff_logit_out_b is unexpected"),
     ],
 )
