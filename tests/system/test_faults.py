@@ -2,7 +2,6 @@
 
 import shutil
 
-import chex
 import pytest
 from small_runs import flags
 
@@ -10,7 +9,6 @@ from flaxformer_mt.cli import training
 from flaxformer_mt.config import DataConfig
 from flaxformer_mt.data.corpora.corpus import load_corpus
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
-from flaxformer_mt.runs.checkpoint import restore_params
 from flaxformer_mt.runs.folder import locked
 
 
@@ -131,17 +129,6 @@ def test_a_sentence_of_5000_tokens(text, tmp_path, refuse, capsys, policy):
     assert "longer than a row" in output
 
 
-@pytest.mark.slow
-def test_a_replaced_vocabulary(refuse, finished, text, tmp_path):
-    workdir = tmp_path / "run"
-    shutil.copytree(finished, workdir)
-    config = DataConfig(path=str(text), target_language="de", vocab_size=390)
-    Tokenizers.train([load_corpus(config, "train")], config).save(workdir / "tokenizer")
-    error = refuse(*flags(text, workdir, "--train.num-steps=8"))
-    assert "is not the vocabulary that the run was started with" in error
-    assert restore_params(workdir, "last")[0] == 6
-
-
 def test_two_runs_in_one_folder(refuse, begun, text):
     with locked(begun):
         error = refuse(*flags(text, begun, "--train.num-steps=8"))
@@ -153,34 +140,3 @@ def test_two_runs_in_one_folder(refuse, begun, text):
 def test_a_folder_that_cannot_be_written(refuse, text, workdir, options):
     error = refuse(*flags(text, workdir, *options))
     assert f"{workdir} cannot be written" in error or f"{workdir} is not a folder" in error
-
-
-# The other kinds are decided by tests/training/test_checkpoint.py.
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "damage",
-    [
-        pytest.param("truncated", marks=pytest.mark.slow),
-        "flipped",
-        pytest.param("manifest", marks=pytest.mark.slow),
-    ],
-)
-def test_a_damaged_checkpoint_costs_no_more_than_itself(finished, text, tmp_path, capsys, damage):
-    workdir = tmp_path / "run"
-    shutil.copytree(finished, workdir)
-    newest = workdir / "checkpoints" / "6"
-    largest = max(newest.rglob("*"), key=lambda path: path.stat().st_size * path.is_file())
-    data = largest.read_bytes()
-    if damage == "truncated":
-        largest.write_bytes(data[:-1])
-    elif damage == "flipped":
-        largest.write_bytes(bytes([data[0] ^ 1]) + data[1:])
-    else:
-        (newest / "manifest.json").unlink()
-    training.train(training.parse_flags(flags(text, workdir, "--train.num-steps=6")))
-    output = capsys.readouterr().out
-    assert f"{newest} is damaged: " in output
-    assert "continuing after step 4" in output
-    step, params = restore_params(workdir, "last")
-    assert step == 6
-    chex.assert_trees_all_equal(params, restore_params(finished, "last")[1])

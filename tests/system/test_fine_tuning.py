@@ -10,8 +10,7 @@ from small_runs import metrics
 from flaxformer_mt import experiment
 from flaxformer_mt.cli import training
 from flaxformer_mt.config.experiment import with_changes
-from flaxformer_mt.interop.convert import OWN, convert
-from flaxformer_mt.interop.vocabulary.options import VocabularyOptions
+from flaxformer_mt.interop.convert import OWN, VocabularyOptions, convert
 from flaxformer_mt.trained_model import load_run
 
 with warnings.catch_warnings():
