@@ -29,8 +29,8 @@ class Experts(fmt.FeedForward):
         c, init = self.config, jax.nn.initializers.variance_scaling(1.0, "fan_avg", "uniform")
         experts = jax.nn.initializers.variance_scaling(1.0, "fan_avg", "uniform", batch_axis=0)
         self.router = self.param("router", init, (c.d_model, self.count))
-        self.hidden = self.param("hidden", experts, (self.count, c.d_model, c.d_ff))
-        self.output = self.param("output", experts, (self.count, c.d_ff, c.d_model))
+        self.wide = self.param("wide", experts, (self.count, c.d_model, c.d_ff))
+        self.narrow = self.param("narrow", experts, (self.count, c.d_ff, c.d_model))
 
     def __call__(
         self,
@@ -53,8 +53,8 @@ class Experts(fmt.FeedForward):
         balance = self.count / self.top * jnp.sum(share * chance)
         self.add_loss("balance", self.balance * balance * tokens)
 
-        hidden = jax.nn.relu(jnp.einsum("btd,edf->btef", x, self.hidden.astype(x.dtype)))
-        return jnp.einsum("btef,efd,bte->btd", hidden, self.output.astype(x.dtype), gates)
+        hidden = jax.nn.relu(jnp.einsum("btd,edf->btef", x, self.wide.astype(x.dtype)))
+        return jnp.einsum("btef,efd,bte->btd", hidden, self.narrow.astype(x.dtype), gates)
 
 
 def main() -> None:

@@ -109,6 +109,6 @@ class Registry:
         return name, given
 
     def _defaults(self, name: str) -> dict[str, Any]:
-        inherited = {field.name for field in dataclasses.fields(self._base)}  # type: ignore[arg-type]
-        fields = dataclasses.fields(self.classes[name])  # type: ignore[arg-type]
+        inherited = {field.name for field in dataclasses.fields(self._base)}
+        fields = dataclasses.fields(self.classes[name])
         return {field.name: field.default for field in fields if field.name not in inherited}

@@ -1,5 +1,6 @@
 """The objective of training: label-smoothed cross-entropy, and what is added to it."""
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any, Protocol, TypeAlias
@@ -124,7 +125,7 @@ def with_losses_of_layers(sums: Sums, collections: Mapping[str, Any]) -> Sums:
         by_name[path[-1]] = by_name.get(path[-1], 0) + jnp.sum(value)
     metrics = {name: (value, sums.tokens) for name, value in by_name.items()}
     loss = functools.reduce(jnp.add, by_name.values(), sums.loss)
-    return sums.replace(loss=loss, metrics=sums.metrics | metrics)
+    return dataclasses.replace(sums, loss=loss, metrics=sums.metrics | metrics)
 
 
 def sums_of_factors(

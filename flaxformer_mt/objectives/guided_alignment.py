@@ -5,6 +5,7 @@ Marian's `--guided-alignment` with the cost "ce".
 """
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 from flax import linen as nn
@@ -61,8 +62,8 @@ def guided_alignment(
       The sums of `cross_entropy`, and the metric "alignment": the alignment loss per linked token.
     """
     if batch.alignment is None:
-        options = {"smoothing": smoothing, "convention": convention, "z_loss": z_loss}
-        return cross_entropy(model, params, batch, key, **options)
+        given: dict[str, Any] = {"smoothing": smoothing, "convention": convention, "z_loss": z_loss}
+        return cross_entropy(model, params, batch, key, **given)
     module = as_module(model)
     (factors, attention), collections = apply_to_batch(
         module, params, batch, key, project=False, return_attention="cross", mutable=[LOSSES]
