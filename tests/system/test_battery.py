@@ -44,7 +44,7 @@ def run_tiny(battery, tmp_path, parts):
     return {name: json.loads((out / f"{name}.json").read_text())["results"] for name in parts}
 
 
-# The others are timed, in a slow test.
+# The others are timed.
 FIRST = ("parity", "attention", "continuing")
 
 
@@ -64,20 +64,6 @@ def test_what_has_to_be_equal_is_compared(battery, tmp_path, monkeypatch):
     assert "Not compiled yet." in text
     assert "0, equal to the bit" in text
     assert text.count(battery.accelerators_page.NOT_RUN) == len(battery.PARTS) - len(FIRST)
-
-
-@pytest.mark.slow
-def test_what_is_timed_runs(battery, tmp_path, monkeypatch):
-    parts = [name for name in battery.PARTS if name not in FIRST]
-    results = run_tiny(battery, tmp_path, parts)
-    assert results["training_speed"]["base"].keys() == {"ours", "lean"}
-    assert results["decoding_speed"]["beam_2"]["transformers"]["same_translations"] == 1
-    assert results["training_run"]["test"]["bleu"] >= 0
-
-    page = tmp_path / "accelerators.md"
-    monkeypatch.setattr(battery.accelerators_page, "PAGE", page)
-    battery.accelerators_page.write(tmp_path / "out", [])
-    assert page.read_text().count(battery.accelerators_page.NOT_RUN) == len(FIRST)
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,6 @@ import dataclasses
 import shutil
 import sys
 
-import chex
-import jax
 import numpy as np
 import pytest
 from small_runs import flags, metrics
@@ -15,7 +13,6 @@ from flaxformer_mt.cli import training
 from flaxformer_mt.config import CorpusConfig, DataConfig
 from flaxformer_mt.decoding.translator import Translator
 from flaxformer_mt.experiment import prepare
-from flaxformer_mt.runs.checkpoint import restore_params
 from flaxformer_mt.runs.trained_model import load_run
 
 
@@ -27,35 +24,17 @@ def losses(workdir, split="train"):
     return [line["loss"] for line in metrics(workdir) if line["split"] == split]
 
 
-@pytest.fixture
-def data_set_flags(text, tmp_path):
-    """Makes a TensorFlow data set of the text; the arguments that train on it."""
+def test_a_data_set_of_tensorflow_datasets_is_read_without_tensorflow(text, tmp_path):
     pytest.importorskip("tensorflow_datasets")
     languages = ["--source-language", "en", "--target-language", "de"]
     command(["prepare", "--path", str(text), "--output", str(tmp_path / "data"), *languages])
-    return [
-        *flags(tmp_path / "data", tmp_path / "run", "--train.num-steps=4"),
-        "--config=configs/wmt14_en_de_base.py",
-        "--train.log-every=4",
-        "--train.batch-tokens=1024",
-        "--data.target-row-length=64",
-    ]
-
-
-def test_a_data_set_of_tensorflow_datasets_is_read_without_tensorflow(data_set_flags, tmp_path):
-    config = training.parse_flags(data_set_flags).experiment()
+    options = ("--config=configs/wmt14_en_de_base.py", "--data.target-row-length=64")
+    arguments = flags(tmp_path / "data", tmp_path / "run", "--train.num-steps=4", *options)
+    config = training.parse_flags(arguments).experiment()
     prepared = prepare(config, tmp_path / "run")
     assert dict(prepared.dataset.report())["train"]
     assert (tmp_path / "run/cache/train-0").is_dir()
     assert "tensorflow" not in sys.modules
-
-
-@pytest.mark.slow
-def test_a_data_set_of_tensorflow_datasets(data_set_flags, tmp_path):
-    run(data_set_flags)
-    assert restore_params(tmp_path / "run", "last")[0] == 4
-    assert "tensorflow" not in sys.modules
-    assert np.isfinite(losses(tmp_path / "run")).all()
 
 
 @pytest.mark.slow
@@ -89,25 +68,6 @@ def test_several_corpora_with_tags(text, tmp_path, monkeypatch):
     assert Translator.from_run(tmp_path / "run").translate(["<2de> three"])
 
 
-@pytest.mark.slow  # Decided by tests/training/test_devices.py.
-def test_buckets_compile_each_shape_once(text, tmp_path):
-    run(
-        flags(
-            text,
-            tmp_path / "run",
-            "--train.num-steps=30",
-            "--train.log-every=10",
-            "--train.eval-every=30",
-            "--data.batching=buckets",
-            "--data.bucket-lengths",
-            "24",
-            "64",
-        )
-    )
-    last = [line for line in metrics(tmp_path / "run") if line["split"] == "train"][-1]
-    assert last["compilations"] == 2
-
-
 @pytest.mark.slow
 def test_a_language_model_needs_one_language(text, tmp_path):
     copy = tmp_path / "text"
@@ -117,69 +77,3 @@ def test_a_language_model_needs_one_language(text, tmp_path):
     run(flags(copy, tmp_path / "run", "--model.no-has-inputs", "--train.num-steps=4"))
     validation = losses(tmp_path / "run", "valid")
     assert np.isfinite(validation).all()
-
-
-@pytest.mark.slow
-def test_fine_tuning_starts_where_the_other_run_ended(finished, text, tmp_path):
-    workdir = tmp_path / "run"
-    run(
-        flags(
-            text,
-            workdir,
-            f"--train.init-from={finished}",
-            "--train.num-steps=3",
-            "--train.checkpoint-every=1",
-            "--train.eval-every=10",
-            "--train.keep-last=3",
-            "--train.freeze",
-            "encoder/",
-            "target_embedding",
-        )
-    )
-    before, after = restore_params(finished, "best")[1], restore_params(workdir, "last")[1]
-    chex.assert_trees_all_equal(before["encoder"], after["encoder"])
-    chex.assert_trees_all_equal(before["target_embedding"], after["target_embedding"])
-    change = jax.tree.map(lambda a, b: np.abs(a - b).max(), before["decoder"], after["decoder"])
-    assert 0 < max(jax.tree.leaves(change)) < 0.1
-    vocabulary = (workdir / "tokenizer/joint.model").read_bytes()
-    assert vocabulary == (finished / "tokenizer/joint.model").read_bytes()
-
-    command(["average", "--run", str(workdir), "--last", "3"])
-    averaged = restore_params(workdir / "averaged", "last")[1]
-    parts = [restore_params(workdir, step)[1] for step in (1, 2, 3)]
-    chex.assert_trees_all_close(
-        averaged, jax.tree.map(lambda *leaves: sum(leaves) / 3, *parts), rtol=1e-6, atol=1e-7
-    )
-    assert Translator.from_run(workdir / "averaged").translate(["three"])
-
-
-@pytest.mark.slow  # Decided by tests/training/test_warm_start.py.
-def test_another_model_cannot_be_fine_tuned(refuse, finished, text, tmp_path):
-    error = refuse(
-        *flags(text, tmp_path / "run", f"--train.init-from={finished}", "--model.d-ff=64")
-    )
-    assert "model.d_ff: 32 there, 64 here" in error
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow  # Decided by tests/training/test_features.py.
-@pytest.mark.parametrize("options", [["--train.r-drop=5"], ["--train.ema-decay=0.9"]])
-def test_features_that_change_the_loss_or_the_parameters(text, tmp_path, options):
-    run(flags(text, tmp_path / "run", "--train.num-steps=4", *options))
-    assert np.isfinite(losses(tmp_path / "run", "valid")).all()
-
-
-@pytest.mark.slow  # Decided by tests/training/test_loop.py.
-def test_a_run_stops_when_nothing_improves(text, tmp_path, capsys):
-    options = (
-        "--train.num-steps=40",
-        "--train.eval-every=2",
-        "--train.early-stopping-patience=2",
-        "--train.early-stopping-metric=accuracy",
-        "--train.early-stopping-min-delta=1",
-    )
-    run(flags(text, tmp_path / "run", *options))
-    assert "stopped early: accuracy has not improved in 2 validations" in capsys.readouterr().out
-    assert restore_params(tmp_path / "run", "last")[0] == 6
-    run(flags(text, tmp_path / "run", *options))  # and stays so
-    assert restore_params(tmp_path / "run", "last")[0] == 6
