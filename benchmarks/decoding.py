@@ -187,7 +187,7 @@ def write_task(
     import jax
 
     from flaxformer_mt.config import with_vocabulary_sizes
-    from flaxformer_mt.runs.trained_model import load_run
+    from flaxformer_mt.trained_model import load_run
 
     run = load_run(run_folder, "last")
     sides = run.tokenizers.source, run.tokenizers.target

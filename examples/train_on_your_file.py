@@ -6,8 +6,6 @@ Any tab-separated file, CSV or JSON lines will do (docs/data.md). Started again,
 """
 
 import argparse
-from collections.abc import Mapping
-from typing import Any
 
 import flaxformer_mt as fmt
 from flaxformer_mt.config import (
@@ -67,11 +65,14 @@ def main() -> None:
         decode=DecodeConfig(beam_size=options.beam_size),
     )
 
-    def good_enough(step: int, split: str, metrics: Mapping[str, Any]) -> bool:
-        """Stops the run at a BLEU of 40."""
-        return split == "valid" and float(metrics["bleu"]) > 40
+    hooks = fmt.Hooks()
 
-    run = fmt.train(config, options.workdir, callbacks=[good_enough])
+    @hooks.add_hook
+    def good_enough(info: fmt.StepInfo) -> bool:
+        """Stops the run at a BLEU of 40."""
+        return "valid" in info.metrics and float(info.metrics["valid"]["bleu"]) > 40
+
+    run = fmt.train(config, options.workdir, hooks=hooks)
     for checkpoint in run.checkpoints:
         print(checkpoint)
     run.plot(smoothing=0.5).save(f"{options.workdir}/curves.html")

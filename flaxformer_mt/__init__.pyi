@@ -32,4 +32,6 @@ from .training.devices import compile_step as compile_step
 from .training.devices import create as create
 from .training.devices import make_mesh as make_mesh
 from .training.devices import place as place
+from .training.hooks import Hooks as Hooks
+from .training.hooks import StepInfo as StepInfo
 from .version import __version__ as __version__

@@ -4,6 +4,7 @@ Each process controls the devices of its host, and all run the same program on a
 multi-controller model): all must execute the same operations on shared arrays in the same order.
 """
 
+import contextlib
 import itertools
 import json
 import os
@@ -11,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import jax
@@ -152,6 +153,22 @@ def barrier(name: str) -> None:
         # for processes that wait for the first one to tokenize.
         wait = multihost.get_barrier_sync_fn()
         wait(key=f"{next(_barriers)} {name}", timeout_ms=BARRIER_SECONDS * 1000)
+
+
+@contextlib.contextmanager
+def first_process_first(name: str) -> Iterator[bool]:
+    """The first process runs the block before all others do, which find what it has written.
+
+    Yields whether this is the first one.
+    """
+    is_first = is_main()
+    if not is_first:
+        barrier(name)
+    yield is_first
+    if is_first:
+        barrier(name)
+    # Collectives wait for a late process for a limited time, on CPUs for 30 s.
+    barrier(f"{name}: all are here")
 
 
 def agree(flag: bool) -> bool:

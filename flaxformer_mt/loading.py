@@ -20,7 +20,7 @@ from flaxformer_mt.presets import canonical_family
 from flaxformer_mt.remote.reading import local
 from flaxformer_mt.run_reader import Run
 from flaxformer_mt.runs.layout import CONFIG
-from flaxformer_mt.runs.trained_model import write_model
+from flaxformer_mt.trained_model import write_model
 
 
 class Model:

@@ -10,7 +10,7 @@ from flaxformer_mt.config.experiment import with_changes
 from flaxformer_mt.decoding.text_arguments import require_path, require_texts
 from flaxformer_mt.errors import UserError, requiring, shown
 from flaxformer_mt.remote.reading import local
-from flaxformer_mt.runs.folder import check_corpora, read_config, require_run
+from flaxformer_mt.runs.folder import check_texts, read_config, require_run
 from flaxformer_mt.runs.layout import METRICS, CheckpointSelector
 from flaxformer_mt.runs.metrics_file import read_metrics
 from flaxformer_mt.runs.step_folders import best_step, metric_of
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from flaxformer_mt.plotting.attention_page import AttentionPicture
     from flaxformer_mt.plotting.curves import Curves
     from flaxformer_mt.plotting.history import Axis
-    from flaxformer_mt.runs.trained_model import TrainedModel
+    from flaxformer_mt.trained_model import TrainedModel
 
 
 class MetricRows(list[dict[str, Any]]):
@@ -137,7 +137,7 @@ class Run:
         Raises:
           UserError: it cannot be read.
         """
-        from flaxformer_mt.runs.trained_model import load_run
+        from flaxformer_mt.trained_model import load_run
 
         if not isinstance(checkpoint, str | int) or isinstance(checkpoint, bool):
             raise TypeError(
@@ -174,7 +174,8 @@ class Run:
         corpora = open_all(self.config, [split])[split]
         if not corpora:
             raise UserError(f"{self.folder} has no {split} split")
-        check_corpora(self.folder, {split: corpora})
+        texts = [(corpus.name, corpus.fingerprint) for corpus in corpora]
+        check_texts(self.folder, {split: texts})
         return read_corpus(corpora)
 
     def evaluate(

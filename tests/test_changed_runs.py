@@ -23,7 +23,7 @@ from flaxformer_mt.errors import UserError
 from flaxformer_mt.plotting.curves import plot_curves
 from flaxformer_mt.run_reader import Run
 from flaxformer_mt.runs.folder import read_config
-from flaxformer_mt.runs.trained_model import describe_run, load_run, parameters_sha256
+from flaxformer_mt.trained_model import describe_run, load_run, parameters_sha256
 
 TEXT = [f"{a} {b} {c}\t{c} {b} {a}" for a in "abcdef" for b in "ghijkl" for c in "mnopqr"]
 
@@ -77,7 +77,9 @@ def longer(config, steps):
 
 
 def stop_at(step):
-    return lambda current, split, metrics: current >= step
+    hooks = flaxformer_mt.Hooks()
+    hooks.add_hook(lambda info: info.step >= step)
+    return hooks
 
 
 @pytest.mark.slow
@@ -111,7 +113,7 @@ def check_changes(changes, tmp_path, capsys):
         assert f"changed after step {start}: " in capsys.readouterr().out
         assert name in " ".join(describe_run(whole)["changes"] or ())
         # The second run is stopped twice: at once, and amid the new steps.
-        flaxformer_mt.train(config, stopped, **accepts, callbacks=[stop_at(start + 2)])
+        flaxformer_mt.train(config, stopped, **accepts, hooks=stop_at(start + 2))
         flaxformer_mt.train(config, stopped)
         runs = load_run(whole, "last"), load_run(stopped, "last")
         jax.tree.map(np.testing.assert_array_equal, runs[0].params, runs[1].params)

@@ -24,14 +24,14 @@ from flaxformer_mt.data.corpora.corpus import ParallelCorpus, open_corpora
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.decoding.line_format import read_sentence
 from flaxformer_mt.decoding.scoring.scorer import Scorer
-from flaxformer_mt.decoding.shortlists.shortlist import Shortlist
+from flaxformer_mt.decoding.shortlist import Shortlist
 from flaxformer_mt.decoding.translator import Sentence, Translator
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.evaluation import compare, evaluate
 from flaxformer_mt.exit_codes import ExitCode
 from flaxformer_mt.runs.checkpoint import Checkpoints, write_params
 from flaxformer_mt.runs.folder import write_run
-from flaxformer_mt.runs.trained_model import load_run, write_model
+from flaxformer_mt.trained_model import load_run, write_model
 from flaxformer_mt.training.state import TrainState
 
 COMMANDS = [name for group in program.COMMANDS.values() for name in group]
@@ -44,7 +44,7 @@ def run(tmp_path_factory):
     """A run folder whose best checkpoint is not the last one."""
     folder = tmp_path_factory.mktemp("runs") / "tiny"
     talker = make_talker()
-    write_run(folder, talker.config, {}, talker.tokenizers)
+    write_run(folder, talker.config, talker.tokenizers.files, {})
     with Checkpoints(folder, keep_last=2) as checkpointer:
         for step, loss in ((1, 1.0), (2, 2.0)):
             params = random_params(talker.model, seed=step)
@@ -352,7 +352,7 @@ def test_evaluate_without_files_takes_the_test_split_of_the_run(run, command, tm
 
     def write_with(folder, data):
         config = dataclasses.replace(model.config, data=data)
-        write_run(folder, config, {"test": [corpus]}, model.tokenizers)
+        write_run(folder, config, model.tokenizers.files, {"test": [corpus.fingerprint]})
         write_params(folder, 1, model.params)
 
     write_with(folder, data)
@@ -522,10 +522,11 @@ def test_errors_are_one_line(run, command, tmp_path):
 
 
 def test_a_vocabulary_of_another_size_is_rejected(run, command, tmp_path):
-    folder = copy_without(run, tmp_path / "run", "tokenizer")
-    (folder / "data.json").unlink()
+    folder, model = tmp_path / "run", load_run(run)
     corpus = ParallelCorpus(sentences(50), sentences(50), "made up")
-    Tokenizers.train([corpus], dataclasses.replace(DATA, vocab_size=290)).save(folder / "tokenizer")
+    other = Tokenizers.train([corpus], dataclasses.replace(DATA, vocab_size=290))
+    write_run(folder, model.config, {}, other)
+    write_params(folder, model.step, model.params)
     message = "has 290 source tokens, but the model was trained with 300"
     for name in ("inspect", "translate"):
         assert_rejected(command(name, "--run", folder), f"{folder / 'tokenizer'} {message}")

@@ -360,3 +360,8 @@ def test_a_path_beside_a_generated_corpus():
     with pytest.raises(UserError, match=r"data\.path=mine\.tsv has no effect"):
         DataConfig(corpus="phrases", path="mine.tsv")
     DataConfig(corpus="phrases", path="tfds:wmt14_translate/de-en")
+
+
+def test_braces_in_a_value_are_text():
+    with pytest.raises(UserError, match=r"train\.profile_steps='\{seed\}': must be A:B"):
+        TrainConfig(profile_steps="{seed}")

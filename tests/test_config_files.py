@@ -130,7 +130,7 @@ def test_what_is_no_file_is_named(tmp_path, suffix):
     ("content", "message"),
     [
         (b"", "not JSON"),
-        (b"[]", "not a JSON object"),
+        (b"[]", "expected an object, got a list"),
         (b"[" * 100_000, "nested too deeply"),
         (b'{"model": ' * 100_000, "nested too deeply"),
         (b'{"train": {"num_steps": ' + b"9" * 5000 + b"}}", "too many digits"),

@@ -1,6 +1,5 @@
 """An experiment as a script runs it."""
 
-import contextlib
 import dataclasses
 import errno
 import io
@@ -9,6 +8,7 @@ import signal
 import types
 
 import chex
+import jax
 import numpy as np
 import pytest
 
@@ -24,14 +24,15 @@ from flaxformer_mt.config import (
     TransformerConfig,
 )
 from flaxformer_mt.config.experiment import with_changes
+from flaxformer_mt.data import run_text
 from flaxformer_mt.data.corpora.corpus import load_corpus
+from flaxformer_mt.decoding.batching.workers import decoding_on
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.experiment import folder, preparation
-from flaxformer_mt.experiment.validation import decoding_on
-from flaxformer_mt.interruption import Interrupted
-from flaxformer_mt.runs.trained_model import load_run
-from flaxformer_mt.training import loop
-from flaxformer_mt.training.reporting.callbacks import Callbacks
+from flaxformer_mt.experiment.checks import check_config
+from flaxformer_mt.experiment.report import export_obstacles, report
+from flaxformer_mt.runs import folder as run_folder
+from flaxformer_mt.trained_model import load_run
+from flaxformer_mt.training.hooks import Hooks, SavedFirst, StepInfo
 from flaxformer_mt.training.reporting.trackers import Tracker
 
 CONFIG = ExperimentConfig(
@@ -91,7 +92,7 @@ def test_a_refused_run_leaves_what_was_in_its_folder(tmp_path):
 
 
 def test_a_refused_continuation_leaves_the_run(run):
-    refused = with_changes(CONFIG, {"train": {"freeze": ("embeding",), "num_steps": 9}})
+    refused = with_changes(CONFIG, {"train": {"freeze": ("embedding",), "num_steps": 9}})
     with pytest.raises(UserError, match="another configuration"):
         flaxformer_mt.train(refused, run.folder)
     assert run.latest_step == 2
@@ -131,12 +132,12 @@ def test_a_script_that_is_interrupted_saves_first(tmp_path, number):
     config = with_changes(CONFIG, {"train": {"num_steps": 50, "log_every": 1, "eval_every": 50}})
     handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
 
-    def send(step, split, metrics):
-        if step == 3:
+    def send(info):
+        if info.step == 3:
             os.kill(os.getpid(), number)
 
     with pytest.raises(KeyboardInterrupt, match="stopped after step"):
-        flaxformer_mt.train(config, tmp_path / "run", callbacks=[send])
+        flaxformer_mt.train(config, tmp_path / "run", hooks=hooks_of(send))
     assert 3 <= flaxformer_mt.Run(tmp_path / "run").latest_step < 50
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == handlers
 
@@ -252,55 +253,99 @@ def test_trackers_get_configuration_metrics_and_translations_and_may_fail(tmp_pa
     assert {sample.source for sample in samples} <= {*run.texts("valid").sources}
 
 
-@pytest.mark.parametrize("stops", [True, False])
-def test_a_callback_ends_a_run_after_it_was_saved(tmp_path, monkeypatch, stops):
-    saved = []
-
-    def save_and_stop(*arguments, writers, should_stop, **options):
-        writers[-1].write(1, "train", {"loss": 2.0})
-        assert should_stop(1)
-        saved.append(1)
-        raise Interrupted("stopped after step 1")
-
-    def callback(step, split, metrics):
-        assert (step, split, metrics) == (1, "train", {"loss": 2.0})
-        return stops or 1 / 0
-
-    monkeypatch.setattr(loop, "train", save_and_stop)
-    parts = experiment.prepare(CONFIG, tmp_path)
-    monkeypatch.setattr(parts, "initial_state", lambda announce: None)
-    with contextlib.nullcontext() if stops else pytest.raises(ZeroDivisionError):
-        experiment.fit(parts, str(tmp_path), callbacks=[callback])
-    assert saved == [1]
+def hooks_of(*functions, every=1):
+    hooks = Hooks()
+    for function in functions:
+        hooks.add_hook(function, every=every)
+    return hooks
 
 
-def test_several_callbacks_agree_with_other_processes():
-    def fail(*arguments):
+def info_of(step, is_last=False):
+    return StepInfo(step, None, {}, {}, is_last)
+
+
+def test_hooks_are_called_every_so_many_steps_and_after_the_last():
+    hooks, seen = Hooks(), []
+
+    @hooks.add_hook(every=3)
+    def third(info):
+        seen.append(info.step)
+
+    hooks.add_hook(lambda info: info.step == 4)
+    assert [hooks(info_of(step, step == 5)) for step in range(1, 6)] == [False] * 3 + [True, False]
+    assert seen == [3, 5]
+    with pytest.raises(UserError, match="every=0: must be at least 1"):
+        hooks.add_hook(third, every=0)
+
+
+def test_what_a_hook_raises_waits_until_the_run_is_saved():
+    def fail(info):
         raise ZeroDivisionError
 
-    callbacks = Callbacks([fail, lambda *arguments: True], agree_every=2)
-    callbacks.write(1, "train", {})
-    assert not callbacks.should_stop(1)
-    assert callbacks.should_stop(2)
+    failing = SavedFirst(hooks_of(fail), agree=bool, agree_every=1)
+    assert failing(info_of(1))
     with pytest.raises(ZeroDivisionError):
-        callbacks.finish()
-    # In a process that calls nothing, because the first one does.
-    other = Callbacks([fail], agree=lambda flag: True)
-    assert other.should_stop(1)
-    with pytest.raises(UserError, match="a callback failed in the first process"):
-        other.finish()
-    undecided = Callbacks([lambda *arguments: "stop"])
-    undecided.write(1, "train", {})
+        failing.finish()
+    undecided = SavedFirst(hooks_of(lambda info: "stop"), agree=bool, agree_every=1)
+    assert undecided(info_of(1))
     with pytest.raises(TypeError, match="must return True to stop the run, or False or None, not"):
         undecided.finish()
 
 
+def test_several_processes_stop_after_the_same_step():
+    asked = []
+
+    def agree(flag):
+        asked.append(flag)
+        return True
+
+    own = SavedFirst(hooks_of(lambda info: info.step == 1), agree, agree_every=2)
+    other = SavedFirst(hooks_of(lambda info: None), agree, agree_every=2)
+    assert [[each(info_of(step)) for each in (own, other)] for step in (1, 2)] == [
+        [False, False], [True, True]
+    ]  # fmt: skip
+    assert asked == [True, False]
+    with pytest.raises(UserError, match="a hook failed in another process"):
+        other.finish()
+
+
 def test_a_folder_that_processes_do_not_share_is_refused(run, tmp_path, monkeypatch):
     monkeypatch.setattr(distributed, "is_main", lambda: False)
-    monkeypatch.setattr(folder, "_SHARED_SECONDS", 0)
+    monkeypatch.setattr(run_folder, "_SHARED_SECONDS", 0)
     experiment.prepare(CONFIG, run.folder)
     with pytest.raises(UserError, match="does not see what process 0 has written there"):
         experiment.prepare(CONFIG, tmp_path / "local")
+
+
+@pytest.mark.parametrize(
+    ("processes", "parallel", "message"),
+    [
+        (1, {"num_devices": 99}, r"parallel\.num_devices=99, but there are only 8"),
+        (
+            1,
+            {"num_devices": 8, "fsdp": 3},
+            r"parallel\.num_devices: 8 devices .* fsdp=3 times",
+        ),
+        (
+            1,
+            {"num_devices": 8, "tensor": 4},
+            r"model\.num_heads=2 cannot be .* among 4",
+        ),
+        (
+            1,
+            {"num_devices": 8, "tensor": 1},
+            r"the 4 rows .* 8 devices .* parts .*multiple of 512",
+        ),
+        (2, {"num_devices": 4}, r"num_devices=4, but 2 processes have 8 devices"),
+        (2, {"num_devices": 8, "strategy": "pmap"}, r"strategy=pmap is for one process, and there"),
+        (2, {"num_devices": 8, "tensor": 3}, r"tensor=3 does not fit processes of 4 devices"),
+    ],
+)
+def test_devices_that_cannot_share_a_run_are_refused(monkeypatch, processes, parallel, message):
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
+    monkeypatch.setattr(jax, "local_device_count", lambda: 8 // processes)
+    with pytest.raises(UserError, match=message):
+        check_config(changed(parallel=parallel))
 
 
 def test_no_more_devices_translate_than_train():
@@ -316,36 +361,32 @@ def test_no_more_devices_translate_than_train():
 
 
 @pytest.mark.slow
-def test_callbacks_see_the_metrics_and_may_stop_a_run(tmp_path):
+def test_hooks_see_state_and_metrics_and_may_stop_a_run(tmp_path):
     config = changed(train={"num_steps": 4, "log_every": 1, "eval_every": 2})
     seen = []
 
-    def watch(step, split, metrics):
-        seen.append((step, split))
-        assert np.isfinite(metrics["loss"])
-        return step == 1
+    def watch(info):
+        seen.append((info.step, *info.metrics))
+        assert np.isfinite(info.metrics["train"]["loss"])
+        assert int(info.state.step) == info.step
+        total, weight = info.sums["loss"]
+        assert float(total / weight) == pytest.approx(info.metrics["train"]["loss"])
+        return info.step == 1
 
-    def fail(step, split, metrics):
-        if split == "valid":
+    def fail(info):
+        if "valid" in info.metrics:
             raise ZeroDivisionError("of the user's")
 
-    def train(*callbacks):
-        return flaxformer_mt.train(config, tmp_path / "run", callbacks=callbacks)
+    def train(*functions):
+        return flaxformer_mt.train(config, tmp_path / "run", hooks=hooks_of(*functions))
 
     run = train(watch)
     assert (seen, run.latest_step) == ([(1, "train")], 1)
     with pytest.raises(ZeroDivisionError, match="of the user's"):
         train(watch, fail)
-    assert (seen[1:], run.latest_step) == ([(2, "train"), (2, "valid")], 2)
-    train(lambda step, split, metrics: seen.append(step))
-    assert (seen[3:], run.latest_step) == ([3, 4, 4], 4)
-
-
-@pytest.mark.slow
-def test_callbacks_of_an_iterator_are_called(tmp_path):
-    config = changed(train={"num_steps": 2, "log_every": 1})
-    functions = (function for function in [lambda step, split, metrics: True])
-    assert flaxformer_mt.train(config, tmp_path / "run", callbacks=functions).latest_step == 1
+    assert (seen[1:], run.latest_step) == ([(2, "train", "valid")], 2)
+    train(lambda info: seen.append(info.step))
+    assert (seen[2:], run.latest_step) == ([3, 4], 4)
 
 
 @pytest.mark.slow
@@ -365,7 +406,7 @@ def test_two_vocabularies_of_one_size_need_two_tables(tmp_path):
 
 
 def test_a_schedule_that_is_too_short_is_refused_before_the_text_is_read(monkeypatch, tmp_path):
-    monkeypatch.setattr(preparation, "open_all", None)
+    monkeypatch.setattr(run_text, "open_all", None)
     short = changed(optimizer={"schedule": "one_cycle", "warmup_steps": 9})
     with pytest.raises(UserError, match=r"optimizer\.warmup_steps=9"):
         flaxformer_mt.train(short, tmp_path / "run")
@@ -380,7 +421,7 @@ def test_a_run_that_is_continued_for_longer_keeps_its_warm_up(tmp_path, total_st
     for num_steps in (4, 8):
         longer = changed(optimizer=optimizer, train={"num_steps": num_steps})
         parts = experiment.prepare(longer, tmp_path / "run")
-        expected = experiment.prepare(first, tmp_path / "other", write=False)
+        expected = experiment.Experiment(experiment.begin(first, tmp_path / "other"))
         rates = [[float(each.schedule(count)) for count in range(8)] for each in (parts, expected)]
         assert rates[0] == rates[1]
     # What was given is kept as it was given, and can be taken for another run.
@@ -411,17 +452,46 @@ def test_a_refused_folder_that_cannot_be_removed_does_not_hide_why(monkeypatch, 
         raise UserError("why")
 
 
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_refused_start_removes_what_it_wrote_and_nothing_else(tmp_path, is_new):
+    folder = tmp_path / "run"
+    if not is_new:
+        (folder / "tensorboard").mkdir(parents=True)
+
+    def refused():
+        (folder / "cache").mkdir()
+        (folder / "cache/store").write_text("tokens")
+        (folder / "data.json").write_text("{}")
+        (folder / "notes.txt").write_text("of another program")
+        raise UserError("why")
+
+    with pytest.raises(UserError, match="why"), experiment.open_folder(folder):
+        refused()
+    left = {"notes.txt"} if is_new else {"notes.txt", "tensorboard"}
+    assert {path.name for path in folder.iterdir()} == left
+
+
+def test_files_that_a_run_does_not_list_are_never_replaced(run, tmp_path):
+    for name in ("origin", "tokenizer"):
+        folder = tmp_path / name
+        (folder / name).mkdir(parents=True)
+        (folder / name / "mine.txt").write_text("mine")
+        with pytest.raises(UserError, match=f"holds {name} of a run whose config.json is missing"):
+            experiment.begin(CONFIG, folder)
+        assert (folder / name / "mine.txt").read_text() == "mine"
+
+
 def test_one_resolved_configuration_reaches_all_parts(run, tmp_path):
     """The run folder keeps the configuration as it was given."""
-    parts = experiment.prepare(CONFIG, str(tmp_path), write=False)
+    parts = experiment.Experiment(experiment.begin(CONFIG, str(tmp_path)))
     vocab_size = parts.dataset.tokenizers.source.vocab_size
     assert parts.config.model.source_vocab_size == vocab_size
     assert parts.model.config == parts.config.model
     assert parts.config.data.source_row_length == parts.dataset.training.shapes[0].source_length
     assert run.config.model.source_vocab_size == 0
     # The start of a run names the possible exports, a dry run also what prevents the others.
-    assert dict(parts.report())["exports"] == "ctranslate2, jax; not marian, marian-native"
-    reasons = [line for _, line in parts.export_obstacles()]
+    assert dict(report(parts))["exports"] == "ctranslate2, jax; not marian, marian-native"
+    reasons = [line for _, line in export_obstacles(parts)]
     assert reasons[0].startswith("not marian: position_layout=interleaved cannot be")
 
 
@@ -463,7 +533,7 @@ def test_what_options_name_is_checked_before_anything_long(
     def no_tokens(*arguments, **options):
         raise AssertionError("the corpus was tokenized")
 
-    monkeypatch.setattr(preparation, "open_dataset", no_tokens)
+    monkeypatch.setattr(run_text, "open_dataset", no_tokens)
     with pytest.raises(UserError) as caught:
         start(changed(**groups), tmp_path / "run")
     assert message in str(caught.value)
@@ -474,7 +544,7 @@ def test_parameters_of_another_size_are_refused_before_anything_long(run, tmp_pa
     def no_tokens(*arguments, **options):
         raise AssertionError("the corpus was tokenized")
 
-    monkeypatch.setattr(preparation, "open_dataset", no_tokens)
+    monkeypatch.setattr(run_text, "open_dataset", no_tokens)
     larger = changed(train={"init_from": str(run.folder)}, model={"d_ff": 3 * CONFIG.model.d_ff})
     with pytest.raises(UserError, match=rf"init_from=.*model\.d_ff: {CONFIG.model.d_ff} there"):
         experiment.train(larger, tmp_path / "run")

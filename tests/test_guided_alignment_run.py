@@ -20,7 +20,7 @@ from flaxformer_mt.config.experiment import with_changes
 from flaxformer_mt.decoding.scoring.scorer import Scorer
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.experiment import dry_run
-from flaxformer_mt.runs.trained_model import load_run
+from flaxformer_mt.trained_model import load_run
 
 COUNT = 8
 

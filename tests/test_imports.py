@@ -36,7 +36,16 @@ ALLOWED = {
     "distributed": LEAVES,
     "cluster_checks": {"distributed"} | LEAVES,
     "interruption": LEAVES,
-    "run_reader": {"config", "data", "runs", "decoding", "evaluation", "plotting"} | LEAVES,
+    "run_reader": {
+        "config",
+        "data",
+        "runs",
+        "decoding",
+        "evaluation",
+        "plotting",
+        "trained_model",
+    }
+    | LEAVES,
     "loading": {
         "config",
         "data.tokenizers",
@@ -46,6 +55,7 @@ ALLOWED = {
         "presets",
         "run_reader",
         "runs",
+        "trained_model",
     }
     | LEAVES,
     "objectives": {"config", "model", "data.stream"} | LEAVES,
@@ -66,17 +76,36 @@ ALLOWED = {
     }
     | LEAVES,
     "standard_output": set(),
-    "runs": {"config", "distributed", "data.corpora.corpus", "data.tokenizers", "model"} | LEAVES,
+    "runs": {"config", "distributed", "model"} | LEAVES,
+    "trained_model": {"config", "data.tokenizers", "distributed", "model", "runs"} | LEAVES,
     "presets": {"config"} | LEAVES,
     "model": {"config"} | LEAVES,
-    "data": {"config", "distributed", "runs.identity", "runs.layout", "runs.manifest"} | LEAVES,
-    "training": {"config", "model", "objectives", "data", "runs", "interruption"} | LEAVES,
+    "data": {
+        "config",
+        "distributed",
+        "runs.data_file",
+        "runs.identity",
+        "runs.layout",
+        "runs.manifest",
+    }
+    | LEAVES,
+    "training": {
+        "config",
+        "model",
+        "objectives",
+        "data",
+        "runs",
+        "interruption",
+        "trained_model",
+    }
+    | LEAVES,
     "decoding": {
         "config",
         "model",
         "data.tokenizers",
         "runtime",
         "runs",
+        "trained_model",
     }
     | LEAVES,
     "evaluation": {"config", "decoding"} | LEAVES,
@@ -100,6 +129,7 @@ WHOLE_MODELS = ALLOWED["interop"] | {
     "decoding.bad_phrases",
     "decoding.search.options",
     "runs",
+    "trained_model",
 }
 ALLOWED |= dict.fromkeys(
     (

@@ -48,11 +48,8 @@ def test_public_functions_are_typed_and_documented(name):
             "config must be an ExperimentConfig or a path, not int",
         ),
         (lambda fmt, run: fmt.train(run.config, None), "workdir must be a path, not NoneType"),
-        (
-            lambda fmt, run: fmt.train(run.config, "x", callbacks=print),
-            "must be a list of functions",
-        ),
-        (lambda fmt, run: fmt.train(run.config, "x", callbacks=[1]), "functions, but one is int"),
+        (lambda fmt, run: fmt.train(run.config, "x", hooks=print), "hooks must be fmt.Hooks, not"),
+        (lambda fmt, run: fmt.Hooks().add_hook(1), "a hook must be a function, not int"),
         (lambda fmt, run: fmt.Run(run), "folder must be a path, not Run"),
         (lambda fmt, run: fmt.load(b"x"), "folder must be a path, not bytes"),
         (lambda fmt, run: fmt.load("x", family=1), "family must be a string, not int"),
@@ -104,10 +101,13 @@ def test_the_types_of_the_package_are_seen_by_mypy(tmp_path):
             """
             import flaxformer_mt as fmt
 
-            def watch(step: int, split: str, metrics: object) -> bool:
-                return step > 5
+            hooks = fmt.Hooks()
 
-            run = fmt.train("config.py", "runs/a", callbacks=[watch])
+            @hooks.add_hook(every=5)
+            def watch(info: fmt.StepInfo) -> bool:
+                return info.step > 5
+
+            run = fmt.train("config.py", "runs/a", hooks=hooks)
             text: str = run.translator().translate("one")
             texts: list[str] = fmt.load("opus").translate(["one"])
             steps: list[int] = [each.step for each in run.checkpoints]

@@ -17,7 +17,7 @@ import flaxformer_mt as fmt
 from flaxformer_mt.cli import main
 from flaxformer_mt.config import DataConfig
 from flaxformer_mt.data.corpora.corpus import load_corpus
-from flaxformer_mt.runs.trained_model import describe_run
+from flaxformer_mt.trained_model import describe_run
 
 SCRIPTS = {block.file: "\n".join(block.lines) for block in BLOCKS if block.file}
 _PAIRS = load_corpus(DataConfig(corpus="phrases", generated_pairs=200), "train").pairs()

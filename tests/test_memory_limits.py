@@ -19,8 +19,8 @@ from flaxformer_mt.config import (
     TransformerConfig,
 )
 from flaxformer_mt.config.experiment import with_changes
+from flaxformer_mt.data import run_text
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.experiment import preparation
 from flaxformer_mt.model.position_biases import distance_buckets
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.runs import orbax_errors
@@ -115,7 +115,7 @@ def test_training_without_enough_memory_is_refused_before_anything_is_read(
     def no_corpus(*arguments, **options):
         raise AssertionError("the corpora were opened")
 
-    monkeypatch.setattr(preparation, "open_all", no_corpus)
+    monkeypatch.setattr(run_text, "open_all", no_corpus)
     monkeypatch.setattr(memory_limits, "host_memory", lambda: 64 * 2**30)
     config = ExperimentConfig(
         model=TransformerConfig(**model),
@@ -134,10 +134,10 @@ def test_training_without_enough_memory_is_refused_before_anything_is_read(
 def test_usual_models_fit(monkeypatch):
     monkeypatch.setattr(memory_limits, "host_memory", lambda: 8 * 2**30)
     config = ExperimentConfig()
-    require_training_memory(config, make_devices(config))
+    require_training_memory(config, make_devices(config.parallel))
     monkeypatch.setattr(memory_limits, "host_memory", lambda: None)
     config = dataclasses.replace(config, model=TransformerConfig(num_encoder_layers=10_000))
-    require_training_memory(config, make_devices(config))
+    require_training_memory(config, make_devices(config.parallel))
 
 
 def test_adafactor_needs_no_memory_for_moments(monkeypatch):
@@ -145,9 +145,9 @@ def test_adafactor_needs_no_memory_for_moments(monkeypatch):
     size = config.model.parameter_count * 4
     monkeypatch.setattr(memory_limits, "host_memory", lambda: 3 * size * jax.device_count())
     with pytest.raises(UserError, match="training a model of"):
-        require_training_memory(config, make_devices(config))
+        require_training_memory(config, make_devices(config.parallel))
     config = dataclasses.replace(config, optimizer=OptimizerConfig(kind="adafactor"))
-    require_training_memory(config, make_devices(config))
+    require_training_memory(config, make_devices(config.parallel))
 
 
 @pytest.mark.parametrize(

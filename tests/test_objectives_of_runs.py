@@ -13,7 +13,7 @@ from test_experiment import CONFIG
 import flaxformer_mt as fmt
 from flaxformer_mt.config.experiment import with_changes
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.runs.trained_model import load_run
+from flaxformer_mt.trained_model import load_run
 
 
 def squared(config, params, batch, key, frozen, *, factor=1.0):

@@ -51,26 +51,22 @@ def losses(monkeypatch, trained_run):
     def replace(values):
         read = []
 
-        def made_up(prepared, rates):
-            for value in values(np.asarray(rates)):
+        def made_up(prepared, steps):
+            for value in values(np.geomspace(rate_range.LOWEST, rate_range.HIGHEST, steps)):
                 read.append(value)
                 yield value
 
         monkeypatch.setattr(rate_range, "_losses", made_up)
         return read
 
-    def prepare(*_, cache_folder, **__):
+    def begin(*_, cache):
         # Which the next start deletes, if this process is killed.
-        assert atomic.is_workspace_name(cache_folder.name)
-        return Prepared()
+        assert atomic.is_workspace_name(cache.name)
 
-    monkeypatch.setattr(rate_range, "prepare", prepare)
+    monkeypatch.setattr(rate_range, "begin", begin)
+    monkeypatch.setattr(rate_range, "Experiment", lambda *_, **__: None)
+    monkeypatch.setattr(rate_range, "report", lambda _: ())
     return replace
-
-
-class Prepared:
-    def report(self):
-        return iter(())
 
 
 def valley(rates):

@@ -48,7 +48,7 @@ def run(options: Options) -> Iterator[dict[str, Any]]:
 
 def family(name: str, **settings: Any) -> dict[str, Any]:
     """Compares one family in this process, with these fields of the configuration."""
-    from flaxformer_mt.parity.families import check_family
+    from flaxformer_mt.parity.families.check import check_family
 
     report = check_family(name, dtype="float32", **settings)
     narrow = bfloat16(name)

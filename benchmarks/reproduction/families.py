@@ -65,7 +65,7 @@ def tiny(family: str, **overrides: Any) -> TransformerConfig:
 
 def family(name: str, model: TransformerConfig | None = None) -> ExperimentConfig:
     """Returns the experiment of a family; `model` replaces its own."""
-    from flaxformer_mt.parity.recipes import recipe  # Needs PyTorch.
+    from flaxformer_mt.parity.families.recipes import recipe  # Needs PyTorch.
 
     training = recipe(_TRAINED_AS.get(name, name), WARMUP_STEPS, NUM_STEPS)
     optimizer, smoothing = training.optimizer, training.smoothing

@@ -42,8 +42,8 @@ def compare(name: str, data: Path, out: Path) -> dict[str, Any]:
     import torch
 
     from flaxformer_mt.parity import references
-    from flaxformer_mt.parity.model_pair import model_pair, real_tokens
-    from flaxformer_mt.parity.recipes import recipe
+    from flaxformer_mt.parity.families.model_pair import model_pair, real_tokens
+    from flaxformer_mt.parity.families.recipes import recipe
     from flaxformer_mt.parity.sides import precision, without_dropout
     from flaxformer_mt.parity.trajectories import of_recipe, train_ours, train_reference
 

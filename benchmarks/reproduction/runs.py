@@ -26,7 +26,7 @@ from flaxformer_mt.runs import atomic, data_file
 from flaxformer_mt.runs.averaging import average_run
 from flaxformer_mt.runs.folder import read_fingerprints
 from flaxformer_mt.runs.layout import CONFIG
-from flaxformer_mt.runs.trained_model import TrainedModel, load_run
+from flaxformer_mt.trained_model import TrainedModel, load_run
 from reproduction import provenance
 from reproduction.recipe import Member, Recipe, members, run_name
 from reproduction.texts import write_lines

@@ -84,7 +84,7 @@ class _Marian:
         import torch
         from transformers import MarianMTModel
 
-        from flaxformer_mt.parity.recipes import recipe  # Needs PyTorch.
+        from flaxformer_mt.parity.families.recipes import recipe  # Needs PyTorch.
 
         self._config = config = parts.config
         self._validation = evaluation_batches(parts.dataset.valid.tokens, config)

@@ -32,7 +32,7 @@ def inspect(
       parameters: List the parameters as well, by path, with their shapes.
       as_json: Print a JSON object with everything instead of `name: value` lines.
     """
-    from flaxformer_mt.runs.trained_model import describe_run
+    from flaxformer_mt.trained_model import describe_run
 
     description = describe_run(run, checkpoint, output.print_note)
     if as_json:

@@ -139,9 +139,8 @@ def lexicon(
       output_file: Text file to write, one "target source probability" entry per line (.gz:
         compressed).
     """
-    from flaxformer_mt.data.tokenizers.tokenizer import evenly
-    from flaxformer_mt.decoding.shortlists.lexicon import MAX_PAIRS, learn, write_table
-    from flaxformer_mt.runs.folder import read_tokenizers
+    from flaxformer_mt.data.tokenizers.tokenizer import evenly, read_tokenizers
+    from flaxformer_mt.decoding.shortlist import MAX_PAIRS, learn, write_table
 
     require_writable(output_file)
     tokenizers = read_tokenizers(run)

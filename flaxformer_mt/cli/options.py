@@ -15,7 +15,7 @@ from flaxformer_mt.remote.reading import local
 from flaxformer_mt.runs import atomic
 
 if typing.TYPE_CHECKING:
-    from flaxformer_mt.runs.trained_model import TrainedModel
+    from flaxformer_mt.trained_model import TrainedModel
 
 CheckpointChoice = Annotated[Literal["best", "last"] | int, tyro.conf.arg(metavar="CHECKPOINT")]
 """The best checkpoint by validation, the newest, or that of a step."""
@@ -48,7 +48,7 @@ def configured_search(arguments: Sequence[str]) -> DecodeConfig:
 
 def load_runs(folders: Sequence[Path], checkpoint: CheckpointChoice) -> list["TrainedModel"]:
     """Loads one model per folder, of which there must be one."""
-    from flaxformer_mt.runs.trained_model import load_run
+    from flaxformer_mt.trained_model import load_run
 
     require_runs(folders)
     return [load_run(folder, checkpoint) for folder in folders]

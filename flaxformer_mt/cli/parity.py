@@ -106,10 +106,10 @@ def parity(
     tolerances = dict(map(_tolerance, tolerance))
     require_writable(json_file, html, junit, markdown)
     try:
-        from flaxformer_mt.parity import families
+        from flaxformer_mt.parity.families import check as families
+        from flaxformer_mt.parity.families import saved_files
         from flaxformer_mt.parity.reports import baseline as baselines
         from flaxformer_mt.parity.reports import family_summary
-        from flaxformer_mt.parity.saved import files as saved_files
     except ImportError as error:
         raise UserError(str(error)) from error
 

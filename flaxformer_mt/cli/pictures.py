@@ -87,7 +87,7 @@ def attention(
     options.require_writable(output_file)
     from flaxformer_mt.decoding.attention_weights import sentence_attention
     from flaxformer_mt.decoding.translator import Translator
-    from flaxformer_mt.runs.trained_model import load_run
+    from flaxformer_mt.trained_model import load_run
 
     model = load_run(run, checkpoint)
     own = dataclasses.replace(model.config.decode, first_token=decode.first_token)

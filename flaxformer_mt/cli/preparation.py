@@ -83,7 +83,8 @@ def prepare_run(flags: PrepareFlags, arguments: Sequence[str]) -> None:
         raise UserError(f"--num-workers={flags.num_workers} is negative: give 0 or more")
     if flags.shard:
         shard = Shard.parse(flags.shard)
-        experiment.tokenize(config, workdir, shard.index, shard.count)
+        start = experiment.begin(config, workdir)
+        start.text.tokenize_part(start.tokenizers, shard.index, shard.count)
         output.print_note(
             f"part {flags.shard} of the text is tokenized; when all are: flaxformer-mt prepare "
             f"--config={flags.config} --workdir={workdir}"
@@ -91,12 +92,12 @@ def prepare_run(flags: PrepareFlags, arguments: Sequence[str]) -> None:
         return
     count = flags.num_workers or len(os.sched_getaffinity(0))
     if flags.engine == "beam" or count > 1:
-        experiment.learn_vocabulary(config, workdir)
+        start = experiment.begin(config, workdir)  # Learns the vocabulary.
     if flags.engine == "beam":
         _run_beam(arguments, count, flags.beam_options.split())
     elif count > 1:
         with _processes(arguments, range(1, count), count):
-            experiment.tokenize(config, workdir, 0, count)
+            start.text.tokenize_part(start.tokenizers, 0, count)
     with experiment.open_folder(workdir) as folder:
         prepared = experiment.prepare(config, folder)
     output.print_lines(f"{label:<8}{line}" for label, line in prepared.dataset.report())

@@ -76,7 +76,7 @@ def score(
 
     from flaxformer_mt.decoding.scoring.score_report import corpus_metrics, to_json, to_text
     from flaxformer_mt.decoding.scoring.scorer import PairScore, Scorer
-    from flaxformer_mt.runs.trained_model import load_run
+    from flaxformer_mt.trained_model import load_run
 
     model = load_run(run, checkpoint)
     given: Any = {"alignment_layer": alignment_layer, "alignment_head": alignment_head}

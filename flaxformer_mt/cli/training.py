@@ -193,7 +193,7 @@ def train(flags: Flags, interruption: Interruption | None = None) -> None:
 def _find_learning_rate(config: ExperimentConfig, workdir: Path) -> None:
     from flaxformer_mt import experiment
     from flaxformer_mt.plotting import drawing
-    from flaxformer_mt.plotting.rate_range import save_rate_range
+    from flaxformer_mt.plotting.curves import save_rate_range
     from flaxformer_mt.runs import atomic
 
     picture = workdir.with_name(f"{workdir.name}-learning-rate.png")

@@ -18,10 +18,10 @@ from flaxformer_mt.config.experiment import differences as differences
 from flaxformer_mt.config.model import TransformerConfig as TransformerConfig
 from flaxformer_mt.config.model import with_vocabulary_sizes as with_vocabulary_sizes
 from flaxformer_mt.config.optimizer import OptimizerConfig as OptimizerConfig
-from flaxformer_mt.config.parallel import ParallelConfig as ParallelConfig
 from flaxformer_mt.config.serialization import from_dict as from_dict
 from flaxformer_mt.config.serialization import from_json as from_json
 from flaxformer_mt.config.serialization import to_dict as to_dict
 from flaxformer_mt.config.serialization import to_json as to_json
+from flaxformer_mt.config.train import ParallelConfig as ParallelConfig
 from flaxformer_mt.config.train import TrainConfig as TrainConfig
 from flaxformer_mt.config.train import ValidationMetric as ValidationMetric

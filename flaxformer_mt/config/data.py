@@ -1,10 +1,9 @@
 """Corpora, filters, vocabularies and the layout of batches."""
 
 import dataclasses
-import re
-from collections.abc import Iterator
 from typing import Literal, TypeAlias
 
+from flaxformer_mt.config import relations
 from flaxformer_mt.config.fields import (
     MAX_INTEGER,
     MAX_VOCABULARY,
@@ -29,19 +28,8 @@ GENERATED: frozenset[CorpusKind] = frozenset({"phrases", "reverse"})
 """Sources that read no files."""
 
 
-class _WithColumns(Checked):
-    columns: tuple[str, ...]
-
-    def _problems(self) -> Iterator[str]:
-        if "0" in self.columns:
-            yield "{columns}: columns are numbered from 1"
-        is_pair = len(self.columns) == len(set(self.columns)) == 2 and all(self.columns)
-        if self.columns and not is_pair:
-            yield "{columns}: must be two columns, the source and the target, such as 1 2"
-
-
 @dataclasses.dataclass(frozen=True, repr=False)
-class CorpusConfig(_WithColumns):
+class CorpusConfig(Checked):
     """One of several corpora that are read together; empty fields default to those of `data`."""
 
     kind: CorpusKind | Literal[""] = option("", FieldRole.TEXT)
@@ -68,14 +56,7 @@ class CorpusConfig(_WithColumns):
     """Sampling weight of its pairs relative to the other corpora; see data.mixture_temperature."""
 
     _prefix = "CorpusConfig."
-
-    def _problems(self) -> Iterator[str]:
-        yield from super()._problems()
-        if not self.tag.isprintable() or not all(map(_can_be_whole, self.tag.split())):
-            yield (
-                "{tag}: must be words between spaces, without other white space, \u2581 and the "
-                "special tokens of a vocabulary"
-            )
+    _relations = relations.CORPUS
 
     @property
     def shares_hold_out(self) -> bool:
@@ -84,7 +65,7 @@ class CorpusConfig(_WithColumns):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class DataConfig(_WithColumns):
+class DataConfig(Checked):
     """Where sentence pairs come from, how they are filtered, tokenized and batched."""
 
     corpus: CorpusKind = option("text", FieldRole.TEXT)
@@ -229,59 +210,22 @@ class DataConfig(_WithColumns):
     """What happens to training pairs longer than a row; their number is reported."""
 
     _prefix = "data."
+    _relations = relations.DATA
 
-    def _problems(self) -> Iterator[str]:
-        yield from super()._problems()
-        splits_words = self.tokenizer != "word" or self.tokenizer_path
-        if self.subword_sampling and not splits_words:
-            yield "{subword_sampling} needs data.tokenizer=bpe or unigram"
-        if self.keep_whole and not splits_words:
-            yield (
-                "{keep_whole} has no effect with data.tokenizer=word, whose words are one token "
-                "each"
-            )
-        if not all(map(_can_be_whole, self.keep_whole)):
-            yield (
-                "{keep_whole}: must be texts without spaces, and not the special tokens of a "
-                "vocabulary, <pad> <s> </s> <unk> and <0x00> to <0xFF>"
-            )
-        if not self.bucket_lengths or [*self.bucket_lengths] != sorted({*self.bucket_lengths}):
-            yield "{bucket_lengths} must be in increasing order"
-        is_generated = self.corpus in GENERATED and not self.train_corpora
-        if is_generated and self.path and not self.path.startswith("tfds:"):
-            yield (
-                "{path} has no effect, since {corpus} is generated: set data.corpus=text for a "
-                "file or a folder of text"
-            )
-        if self.alignments and (self.train_corpora or self.corpus in GENERATED):
-            yield (
-                "{alignments} are of one corpus of files: leave out data.train_corpora, and "
-                "generated corpora"
-            )
-        for name in ("valid_corpora", "test_corpora"):
-            for number, corpus in enumerate(getattr(self, name)):
-                if corpus.hold_out >= 0:
-                    yield (
-                        f"data.{name}.{number}.hold_out={corpus.hold_out} has no effect: pairs "
-                        "are held out of training corpora"
-                    )
-        own = [corpus for corpus in self.train_corpora if not corpus.shares_hold_out]
-        if self.hold_out and own and len(own) == len(self.train_corpora):
-            yield (
-                "{hold_out} has no effect: each of data.train_corpora has a tag, or a hold_out of "
-                "its own: give hold_out to those that the pairs are to be from, and leave this one "
-                "out"
-            )
-        if self._holds_out and not self.held_out_roles:
-            yield (
-                "{hold_out} has no effect: data.valid_corpora are the development set, and "
-                "data.test_corpora or data.test_split='' the test set"
-            )
+    @property
+    def splits_words(self) -> bool:
+        """Whether a word may be several tokens."""
+        return self.tokenizer != "word" or bool(self.tokenizer_path)
+
+    @property
+    def is_generated(self) -> bool:
+        """Whether the corpus reads no files."""
+        return self.corpus in GENERATED
 
     @property
     def held_out_roles(self) -> list[HeldOutRole]:
         """The roles whose pairs are set aside from the training corpora."""
-        if not self._holds_out:
+        if not self.holds_out:
             return []
         is_set_aside: dict[HeldOutRole, bool] = {
             "valid": not self.valid_corpora,
@@ -290,7 +234,8 @@ class DataConfig(_WithColumns):
         return [role for role, is_set in is_set_aside.items() if is_set]
 
     @property
-    def _holds_out(self) -> bool:
+    def holds_out(self) -> bool:
+        """Whether pairs are held out of training corpora."""
         return self.hold_out > 0 or any(corpus.hold_out > 0 for corpus in self.train_corpora)
 
     @property
@@ -299,8 +244,3 @@ class DataConfig(_WithColumns):
         if self.batching == "buckets":
             return self.bucket_lengths[-1], self.bucket_lengths[-1]
         return self.source_row_length, self.target_row_length
-
-
-def _can_be_whole(text: str) -> bool:
-    is_special = text in ("<pad>", "<s>", "</s>", "<unk>") or re.fullmatch("<0x[0-9A-F]{2}>", text)
-    return not is_special and text.split() == [text] and not {"\u2581", "\u2585"} & set(text)

@@ -1,19 +1,13 @@
 """Search, sampling and the constraints on translations."""
 
 import dataclasses
-import re
-from collections.abc import Iterator
 from typing import Literal
 
+from flaxformer_mt.config import relations
 from flaxformer_mt.config.fields import MAX_LAYERS, MAX_SEED, MAX_WIDTH, Checked, FieldRole, option
 
 MAX_FACTOR = 1000
 """Limit of penalties and factors."""
-
-SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "epsilon_cutoff")
-"""Fields that have an effect only where translations are sampled."""
-# Of a token id: Python does not read integers of thousands of digits.
-_TOKEN = "[0-9]{1,10}"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -124,49 +118,7 @@ class DecodeConfig(Checked):
     all GPUs or TPUs, but one CPU, whose cores work together anyway."""
 
     _prefix = "decode."
-
-    def _problems(self) -> Iterator[str]:
-        if not self.samples and self.n_best > self.beam_size:
-            yield "{n_best} is more than {beam_size}"
-        if 0 < self.mbr_samples < self.n_best:
-            yield "{n_best} is more than {mbr_samples}"
-        if self.beam_size % self.beam_groups:
-            yield "{beam_size} is not a multiple of {beam_groups}"
-        if self.diversity_penalty and self.beam_groups == 1:
-            yield "decode.diversity_penalty needs decode.beam_groups of 2 or more"
-        if self.sampling and self.mbr_samples:
-            yield (
-                "decode.sampling and {mbr_samples} exclude each other: decode.mbr_samples alone "
-                "samples as well, decode.mbr_samples=0 returns the samples"
-            )
-        if self.samples:
-            yield from self._changed(("beam_groups",), "is for beam search, not for sampling")
-        else:
-            yield from self._changed(SAMPLING_FIELDS, "needs decode.sampling or decode.mbr_samples")
-        if 0 < self.max_length <= self.min_length:
-            yield "{min_length} leaves no room for the end token within {max_length}"
-        if not self.max_length and self.min_length_factor > self.max_length_factor:
-            yield "{min_length_factor} is more than {max_length_factor}"
-        if not self.shortlist:
-            yield from self._changed(
-                ("shortlist_first", "shortlist_best"), "needs decode.shortlist"
-            )
-        if not all(word.strip() for word in self.bad_words):
-            yield "decode.bad_words has an empty word: leave it out"
-        for phrase in self.bad_word_ids:
-            shown = phrase if len(phrase) <= 40 else f"{phrase[:40]}..."
-            if not all(re.fullmatch(_TOKEN, token.strip()) for token in phrase.split(",")):
-                yield (
-                    f'decode.bad_word_ids: "{shown}" must be comma-separated token ids, such as '
-                    '"17,4"'
-                )
-
-    def _changed(self, names: tuple[str, ...], reason: str) -> Iterator[str]:
-        """Yields the fields that do not have their defaults, with the reason why they should."""
-        for name in names:
-            default = getattr(DecodeConfig, name)
-            if getattr(self, name) != default:
-                yield f"{{{name}}} {reason}; its default is {default}"
+    _relations = relations.DECODE
 
     @property
     def longest_source(self) -> int:

@@ -2,16 +2,16 @@
 
 import dataclasses
 import typing
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal, TypeAlias
 
+from flaxformer_mt.config import relations
 from flaxformer_mt.config.data import CorpusConfig, DataConfig
 from flaxformer_mt.config.decode import DecodeConfig
 from flaxformer_mt.config.fields import Checked, FieldRole, names_with, roles_of, shown, suggestion
 from flaxformer_mt.config.model import TransformerConfig
 from flaxformer_mt.config.optimizer import OptimizerConfig
-from flaxformer_mt.config.parallel import ParallelConfig
-from flaxformer_mt.config.train import TrainConfig
+from flaxformer_mt.config.train import ParallelConfig, TrainConfig
 from flaxformer_mt.errors import UserTypeError
 
 
@@ -26,6 +26,8 @@ class ExperimentConfig(Checked):
     parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
     decode: DecodeConfig = dataclasses.field(default_factory=DecodeConfig)
 
+    _relations = relations.EXPERIMENT
+
     def __post_init__(self) -> None:
         for name, kind in groups().items():
             value = getattr(self, name)
@@ -34,40 +36,6 @@ class ExperimentConfig(Checked):
                     f"ExperimentConfig.{name}={shown(value)}: must be a {kind.__name__}"
                 )
         self._check()
-
-    def _problems(self) -> Iterator[str]:
-        stacks = ["num_decoder_layers", "num_encoder_layers"][: 1 + self.model.has_inputs]
-        for name in stacks:
-            # Checkpoints cannot hold the parameters of no layers.
-            if not getattr(self.model, name):
-                yield f"{{model.{name}}}: must be at least 1 in a run"
-        if not self.model.has_inputs:
-            if self.train.teacher_forced_metrics:
-                yield (
-                    "train.teacher_forced_metrics are for translation models, and "
-                    "{model.has_inputs}"
-                )
-            for name in ("best_metric", "early_stopping_metric"):
-                if getattr(self.train, name) in ("bleu", "chrf"):
-                    yield f"{{train.{name}}} is for translation models, and {{model.has_inputs}}"
-        if self.train.label_smoothing_convention == "non_pad_kl" and self.model.pad_id < 0:
-            yield (
-                "{train.label_smoothing_convention} needs a padding token, and {model.pad_id}: use "
-                "others_kl"
-            )
-        if self.train.guided_alignment_weight:
-            layers = self.model.num_decoder_layers
-            if not self.data.alignments:
-                yield "{train.guided_alignment_weight} needs data.alignments, a file of links"
-            if not -layers <= self.train.guided_alignment_layer < layers:
-                yield (
-                    f"{{train.guided_alignment_layer}}: the decoder has {layers} layers, counted "
-                    "from 0, or from the last as -1"
-                )
-        field = "target_row_length" if self.data.batching == "packed" else "bucket_lengths[-1]"
-        _, row_length = self.data.row_lengths
-        if self.train.batch_tokens % row_length:
-            yield f"{{train.batch_tokens}} is not a multiple of data.{field}={row_length}"
 
     @property
     def rows_per_batch(self) -> int:

@@ -16,8 +16,8 @@ import operator
 import re
 import types
 import typing
-from collections.abc import Iterable, Iterator
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from flaxformer_mt.errors import UserError, UserTypeError
 
@@ -213,11 +213,17 @@ def require_type(condition: bool, message: str) -> None:
         raise UserTypeError(message)
 
 
+Relation: TypeAlias = tuple[Callable[[Any], Any], str | Callable[[Any], str]]
+"""A test, which is true of values that do not go together, and the message about them."""
+
+
 class Checked:
     """Base class of frozen dataclasses that check their values when they are made."""
 
     _prefix = ""
     """Prefix of the names of fields in messages: "model."."""
+    _relations = tuple[Relation, ...]()
+    """Which values do not go together, see `relations.py`."""
 
     def __repr__(self) -> str:
         """The call that makes it, with the values that are not the defaults."""
@@ -242,15 +248,15 @@ class Checked:
         self._check()
 
     def _check(self) -> None:
-        for problem in self._problems():
-            raise UserError(re.sub(r"\{([\w.]+)\}", self._assignment, problem))
+        self.require(self._relations)
 
-    def _problems(self) -> Iterator[str]:
-        """Yields why the values do not go together.
-
-        `{d_model}` in a text stands for the field and its value: "model.d_model=512".
-        """
-        yield from ()
+    def require(self, relations: Sequence[Relation]) -> None:
+        """Raises `UserError` with the message of the first relation whose test is true."""
+        for test, message in relations:
+            if test(self):
+                if callable(message):
+                    raise UserError(message(self))
+                raise UserError(re.sub(r"\{([\w.]+)\}", self._assignment, message))
 
     def _assignment(self, field: re.Match[str]) -> str:
         return f"{self._prefix}{field[1]}={operator.attrgetter(field[1])(self)}"

@@ -8,6 +8,7 @@ import builtins
 import contextlib
 import dataclasses
 import importlib
+import os
 import re
 import sys
 import traceback
@@ -32,6 +33,9 @@ def load_config(path: str | Path) -> ExperimentConfig:
     The name of an included configuration ("first_hour") stands for its file. `UserError`, with the
     file and the line, if it does not give an `ExperimentConfig`.
     """
+    if not isinstance(path, str | os.PathLike):
+        kind = type(path).__name__
+        raise TypeError(f"config must be an ExperimentConfig or a path, not {kind}")
     path = Path(path)
     if not path.exists():
         known = included()

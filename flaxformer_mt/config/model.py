@@ -1,13 +1,12 @@
 """The Transformer: architecture, initial values and numerical precision."""
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Literal
 
+from flaxformer_mt.config import relations
 from flaxformer_mt.config.fields import (
     MAX_LAYERS,
     MAX_LENGTH,
-    MAX_PARAMETERS,
     MAX_VOCABULARY,
     MAX_WIDTH,
     Checked,
@@ -210,37 +209,10 @@ class TransformerConfig(Checked):
     computation."""
 
     _prefix = "model."
+    _relations = relations.MODEL
 
-    def _problems(self) -> Iterator[str]:
-        if not self.head_dim and self.d_model % self.num_heads:
-            yield "{d_model} is not a multiple of {num_heads}: change one or set model.head_dim"
-        if self.num_heads % self.kv_heads:
-            yield "{num_kv_heads} does not divide {num_heads}: change one"
-        if self.shares_source_and_target and self.source_vocab_size != self.target_vocab_size:
-            yield (
-                "{tie_embeddings} needs one vocabulary, but {source_vocab_size} and "
-                "{target_vocab_size}"
-            )
-        if self.norm_kind == "unbiased_std" and self.d_model == 1:
-            yield "{norm_kind} needs model.d_model > 1"
-        if self.attention_kind != DOT_PRODUCT and self.attention_backend not in ("auto", "einsum"):
-            yield (
-                "{attention_backend} computes dot products only, not {attention_kind}: use auto or "
-                "einsum"
-            )
-        if self.norm_position == "pre" and self.norm_backend == "pallas_gpu":
-            yield (
-                "{norm_backend} computes norm(x + f(x)), which a model with {norm_position} does "
-                "not have: use auto or xla"
-            )
-        yield from self._problems_of_positions()
-        count = self.parameter_count
-        if count > MAX_PARAMETERS:
-            yield (
-                f"this model has {count:,} parameters, more than {MAX_PARAMETERS:,}: reduce "
-                "model.d_model, model.d_ff, model.num_encoder_layers, model.num_decoder_layers or "
-                "the vocabulary"
-            )
+    def _check(self) -> None:
+        super()._check()
         # The table of sinusoids is computed in float64.
         is_computed = self.position_kind == "sinusoidal"
         require_memory(
@@ -250,27 +222,10 @@ class TransformerConfig(Checked):
             "take",
         )
 
-    def _problems_of_positions(self) -> Iterator[str]:
-        kind = self.position_kind
-        if kind == "rotary" and self.key_width % 2:
-            yield (
-                f"{{position_kind}} rotates pairs of features, but a head has {self.key_width}: "
-                "model.head_dim must be even"
-            )
-        if kind == "t5_relative":
-            buckets = self.relative_position_buckets
-            if buckets % 2:
-                yield "{relative_position_buckets} must be even"
-            if self.relative_position_max_distance <= buckets // 2:
-                yield (
-                    "{relative_position_max_distance} must be more than half of "
-                    "{relative_position_buckets}"
-                )
-        if self.decoder_kind == "ssru" and kind in ("rotary", "alibi", "t5_relative"):
-            yield (
-                "{position_kind} acts in self-attention, which a decoder with {decoder_kind} does "
-                "not have"
-            )
+    @property
+    def is_dot_product(self) -> bool:
+        """Whether attention is that of the paper, not one of `register_attention`."""
+        return self.attention_kind == DOT_PRODUCT
 
     @property
     def parameter_count(self) -> int:

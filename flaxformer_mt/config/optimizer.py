@@ -1,9 +1,10 @@
 """The optimizer and its learning-rate schedule."""
 
 import dataclasses
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Literal
 
+from flaxformer_mt.config import relations
 from flaxformer_mt.config.fields import Checked, FieldRole, option
 
 
@@ -49,6 +50,7 @@ class OptimizerConfig(Checked):
     """Clip gradients to this global norm; 0 = no clipping."""
 
     _prefix = "optimizer."
+    _relations = relations.OPTIMIZER
 
     @property
     def schedule_has_end(self) -> bool:
@@ -69,9 +71,3 @@ class OptimizerConfig(Checked):
         if "warmup" in given:
             return dataclasses.replace(self, warmup_steps=OptimizerConfig.warmup_steps)
         return self
-
-    def _problems(self) -> Iterator[str]:
-        if self.warmup and self.warmup_steps != OptimizerConfig.warmup_steps:
-            yield "{warmup} and {warmup_steps} say the same: leave one of them out"
-        if self.weight_decay and self.kind != "adamw":
-            yield "optimizer.weight_decay needs optimizer.kind=adamw"

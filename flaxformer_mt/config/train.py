@@ -1,11 +1,11 @@
-"""The training loop: length, loss, validation and checkpoints."""
+"""The training loop: length, loss, validation and checkpoints; and the devices that it runs on."""
 
 import dataclasses
 import re
-from collections.abc import Iterator
 from typing import Literal, TypeAlias
 
-from flaxformer_mt.config.fields import MAX_LAYERS, MAX_SEED, Checked, FieldRole, option, shown
+from flaxformer_mt.config import relations
+from flaxformer_mt.config.fields import MAX_LAYERS, MAX_SEED, Checked, FieldRole, option
 
 ValidationMetric: TypeAlias = Literal[
     "loss", "cross_entropy", "perplexity", "accuracy", "bleu", "chrf"
@@ -127,25 +127,34 @@ class TrainConfig(Checked):
     """Number of test translations to print at the end."""
 
     _prefix = "train."
-
-    def _problems(self) -> Iterator[str]:
-        for name, other in (
-            ("r_drop", "teacher"),
-            ("guided_alignment_weight", "r_drop"),
-            ("guided_alignment_weight", "teacher"),
-        ):
-            if getattr(self, name) and getattr(self, other):
-                yield f"{{{name}}} cannot be used with train.{other}: set it to 0"
-        if self.init_optimizer and not self.init_from:
-            yield "{init_optimizer} needs train.init_from, the run that has the optimizer"
-        if self.profile_steps and not self.profiled_steps:
-            yield (
-                f"train.profile_steps={shown(self.profile_steps)}: must be A:B, the numbers of the "
-                "first and the last step, such as 100:104"
-            )
+    _relations = relations.TRAIN
 
     @property
     def profiled_steps(self) -> range:
         """The steps of `profile_steps`; empty if there are none."""
         steps = re.fullmatch(r"([1-9]\d{0,9}):([1-9]\d{0,9})", self.profile_steps, re.ASCII)
         return range(int(steps[1]), int(steps[2]) + 1) if steps else range(0)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class ParallelConfig(Checked):
+    """How batches and parameters are distributed over devices."""
+
+    strategy: Literal["mesh", "pmap"] = option("mesh", FieldRole.RUNNING)
+    """mesh: jit over a device mesh; pmap: one program per device, plain data parallelism."""
+    num_devices: int = option(0, FieldRole.RUNNING, lowest=0, limit=10**6)
+    """Number of devices of all processes together; 0 = all. They form a mesh of data * fsdp *
+    tensor devices; what fsdp and tensor do not use is the data axis, which shards rows."""
+    fsdp: int = option(1, FieldRole.RUNNING, lowest=1, limit=10**6)
+    """Size of the mesh axis that shards rows, parameters and optimizer state; parameters are
+    gathered where they are used (fully sharded data parallelism, ZeRO)."""
+    tensor: int = option(1, FieldRole.RUNNING, lowest=1, limit=10**6)
+    """Size of the mesh axis that shards matrices and the computation with them (tensor
+    parallelism, Megatron)."""
+    sharding_rules: tuple[tuple[str, str], ...] = option((), FieldRole.RUNNING)
+    """Sharding rules that take precedence over the built-in ones: pairs of a regular expression for
+    parameter paths and the comma-separated mesh axes of the last dimensions ("fsdp,tensor", "-"
+    for not sharded)."""
+
+    _prefix = "parallel."
+    _relations = relations.PARALLEL

@@ -28,7 +28,7 @@ from flaxformer_mt.decoding.scoring.alignment import AlignmentUnit, Links
 from flaxformer_mt.decoding.scoring.scorer import certain_first_token, chunked
 from flaxformer_mt.decoding.scoring.teacher_forcing import check_alignment_options, teacher_force
 from flaxformer_mt.decoding.sentence_splitting import Segment
-from flaxformer_mt.decoding.shortlists.shortlist import Shortlist
+from flaxformer_mt.decoding.shortlist import Shortlist
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.memory_limits import explained_exhaustion, host_memory, require_memory
 from flaxformer_mt.writing_systems import stripped

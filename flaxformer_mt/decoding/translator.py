@@ -25,7 +25,7 @@ from flaxformer_mt.decoding.text_arguments import (
 )
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs.layout import CheckpointSelector
-from flaxformer_mt.runs.trained_model import TrainedModel, load_run
+from flaxformer_mt.trained_model import TrainedModel, load_run
 
 _WINDOW_CHARACTERS = 128
 

@@ -14,41 +14,37 @@ separately:
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 from rich.console import Console
 
 from flaxformer_mt import distributed
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.config.files import load_config
 from flaxformer_mt.decoding.text_arguments import require_path
-from flaxformer_mt.errors import UserError
-from flaxformer_mt.experiment.checks import check_before_start
-from flaxformer_mt.experiment.fitting import default_writers, make_console, print_test
-from flaxformer_mt.experiment.fitting import evaluate_test as evaluate_test
-from flaxformer_mt.experiment.fitting import fit as fit
-from flaxformer_mt.experiment.folder import open_folder as open_folder
-from flaxformer_mt.experiment.parts import Experiment as Experiment
-from flaxformer_mt.experiment.preparation import learn_vocabulary as learn_vocabulary
-from flaxformer_mt.experiment.preparation import prepare as prepare
-from flaxformer_mt.experiment.preparation import tokenize as tokenize
+from flaxformer_mt.experiment import checks
+from flaxformer_mt.experiment.fit import Experiment as Experiment
+from flaxformer_mt.experiment.fit import fit as fit
 from flaxformer_mt.experiment.rate_range import find_learning_rate as find_learning_rate
+from flaxformer_mt.experiment.report import dry_run as dry_run
+from flaxformer_mt.experiment.report import report
+from flaxformer_mt.experiment.start import begin as begin
+from flaxformer_mt.experiment.start import open_folder as open_folder
+from flaxformer_mt.experiment.start import record
+from flaxformer_mt.experiment.test import Tested
 from flaxformer_mt.interruption import Interruption, handle_signals
 from flaxformer_mt.remote.publishing import continue_from, publishing
 from flaxformer_mt.run_reader import Run
-from flaxformer_mt.runs import atomic
+from flaxformer_mt.runs.folder import require_shared
 from flaxformer_mt.runs.layout import METRICS
 from flaxformer_mt.standard_output import BestEffortOutput
-from flaxformer_mt.training.devices import make_devices
-from flaxformer_mt.training.memory import require_training_memory
+from flaxformer_mt.training.hooks import Hooks
 from flaxformer_mt.training.objective import UserObjective, name_of
-from flaxformer_mt.training.reporting.callbacks import Callback, Callbacks
-from flaxformer_mt.training.reporting.console import print_labelled
+from flaxformer_mt.training.reporting.console import make_console, print_labelled
 from flaxformer_mt.training.reporting.metrics import Writer
-from flaxformer_mt.training.reporting.trackers import Tracker
+from flaxformer_mt.training.reporting.trackers import Tracker, default_writers
 from flaxformer_mt.urls import require_local
 
 
@@ -58,7 +54,7 @@ def train(
     *,
     objective: UserObjective | None = None,
     frozen: Any = None,
-    callbacks: Sequence[Callback] = (),
+    hooks: Hooks | None = None,
     writers: Sequence[Writer | Tracker] = (),
     console: Console | None = None,
     interruption: Interruption | None = None,
@@ -67,15 +63,18 @@ def train(
 ) -> Run:
     """Trains an experiment, or continues it, and evaluates the best checkpoint on the test corpus.
 
-    A callback sees the metrics as they are written, and may stop the run:
+    Hooks are called after the steps, and may stop the run:
 
-        def watch(step, split, metrics):
-            return split == "valid" and metrics["bleu"] > 30
+        hooks = fmt.Hooks()
 
-        train("configs/quickstart.py", "runs/quickstart", callbacks=[watch])
+        @hooks.add_hook
+        def good_enough(info):
+            return "valid" in info.metrics and info.metrics["valid"]["bleu"] > 30
 
-    The run is saved then, evaluated, and returned; the same call continues it. If a callback
-    raises an exception, the run is saved as well, and ends with that exception.
+        train("configs/quickstart.py", "runs/quickstart", hooks=hooks)
+
+    The run is saved then, evaluated, and returned; the same call continues it. If a hook raises an
+    exception, the run is saved as well, and ends with that exception.
 
     An objective replaces the cross-entropy. Its name, and the options that `functools.partial`
     gives it, are recorded in `config.json`: a run continues with the same ones.
@@ -92,9 +91,8 @@ def train(
       objective: computes what is minimized, as `objective(config, params, batch, key, frozen)`,
         and returns `Sums`; `config` is that of the model. None = that of the configuration.
       frozen: a tree that the objective reads and that is not trained; sharded like parameters.
-      callbacks: functions, called in their order as `callback(step, split, metrics)` with what the
-        writers get; of several processes, in the first. They return True to stop.
-      writers: receive the metrics as well; see `metrics.Writer`, and `trackers.Tracker` for those
+      hooks: called after the steps, in every process.
+      writers: receive the metrics; see `metrics.Writer`, and `trackers.Tracker` for those
         that get configuration and translations, too.
       console: prints the progress; by default to standard output.
       interruption: stops training in an orderly way, and saves; by default Ctrl-C and SIGTERM do,
@@ -110,7 +108,9 @@ def train(
       Interrupted: a signal arrived, and everything is saved.
     """
     if not isinstance(config, ExperimentConfig):
-        config = load_config(require_path(config, "config", "an ExperimentConfig or a path"))
+        config = load_config(config)
+    if not isinstance(hooks, Hooks | None):
+        raise TypeError(f"hooks must be fmt.Hooks, not {type(hooks).__name__}")
     workdir = require_path(workdir, "workdir")
     require_local(workdir)
     console = console or make_console(
@@ -119,60 +119,68 @@ def train(
     if objective is not None:
         train_config = dataclasses.replace(config.train, objective=name_of(objective))
         config = dataclasses.replace(config, train=train_config)
-    if isinstance(callbacks, Iterator):
-        callbacks = list(callbacks)
-    Callbacks(callbacks)  # Raises now what `fit` would raise.
+    checks.check_memory(config)
     if publish:
-        if distributed.is_main():
-            continue_from(publish, workdir)
-        distributed.barrier("published run")
-    check_before_start(config, workdir, accept_changes)
-    require_training_memory(config, make_devices(config))
+        with distributed.first_process_first("published run") as is_first:
+            if is_first:
+                continue_from(publish, workdir)
     with (
         open_folder(workdir, console.print) as folder,
         publishing(folder, publish)
         if publish and distributed.is_main()
         else contextlib.nullcontext(),
     ):
-        experiment = prepare(
+        parts = prepare(
             config, folder, objective=objective, frozen=frozen, accept_changes=accept_changes
         )
-        print_labelled(experiment.report(), console)
+        print_labelled(report(parts), console)
         given = contextlib.nullcontext(interruption)
         with given if interruption else handle_signals() as handled:
-            all_writers = [*default_writers(config.train, folder, console), *writers]
-            fit(experiment, folder, console, handled, all_writers, callbacks)
-        if experiment.dataset.test is not None:
-            print_test(experiment, folder, experiment.dataset.test, console)
+            all_writers = [*default_writers(config.train, folder, console.print), *writers]
+            fit(parts, folder, console, handled, all_writers, hooks)
+        parts.validation.print_test(folder, console)
         if config.model.has_inputs:  # A language model does not translate.
             console.print(f"translate with: flaxformer-mt translate --run {folder} < source.txt")
     return Run(workdir)
 
 
-def dry_run(
+def prepare(
     config: ExperimentConfig,
     workdir: str | Path,
-    console: Console | None = None,
+    *,
+    objective: UserObjective | None = None,
+    frozen: Any = None,
     accept_changes: bool = False,
-) -> None:
-    """Checks an experiment and prints what would be trained, without writing anything.
+) -> Experiment:
+    """Builds the parts of a new run, or of the run in a folder, and writes the run folder.
 
-    Errors as in `train`, except that too little memory is only printed: the run may be meant for
-    another machine.
+    Of several processes the first one tokenizes and writes.
+
+    Args:
+      config: the configuration as given by the user.
+      workdir: the run folder.
+      objective: as of `train`.
+      frozen: as of `train`.
+      accept_changes: as of `train`.
+
+    Raises:
+      UserError: as of `train`, but for too little memory.
     """
-    workdir, console = Path(workdir), console or make_console()
-    if jax.process_count() > 1:
-        raise UserError("--dry-run is for one process: start it without the others")
-    check_before_start(config, workdir, accept_changes)
-    atomic.require_writable(workdir)
-    with atomic.temporary_folder() as cache:
-        experiment = prepare(
-            config, workdir, cache_folder=cache, write=False, accept_changes=accept_changes
-        )
-        print_labelled(experiment.report(), console)
-        print_labelled(experiment.export_obstacles(), console)
-        try:
-            require_training_memory(experiment.config, experiment.devices)
-        except UserError as error:
-            console.print(f"memory   {error}: training would be refused here")
-        print_labelled(experiment.costs(), console)
+    checks.check_config(config, has_objective=objective is not None)
+    folder = Path(workdir)
+    with distributed.first_process_first("data") as is_first:
+        if not is_first:
+            require_shared(folder)
+        start = begin(config, folder, accept_changes=accept_changes)
+        parts = Experiment(start, objective, frozen)
+        parts.make()
+        if is_first:
+            record(parts.start, parts.dataset)
+    return parts
+
+
+def evaluate_test(
+    experiment: Experiment, workdir: str | Path, show_progress: bool = False
+) -> Tested:
+    """Evaluates the best checkpoint of a run on its test corpus, and writes the metrics."""
+    return experiment.validation.test(workdir, show_progress)

@@ -1,100 +1,176 @@
-"""Checks of a configuration before a run starts."""
+"""The checks of a run's configuration, each once and with what it needs as arguments.
+
+Fields check their own bounds, and `config/relations.py` that they go together. Here are the rules
+that need the devices, a run folder, text or a vocabulary, in the order in which these are known.
+"""
 
 from pathlib import Path
 
 import jax
 
+from flaxformer_mt import config as configuration
 from flaxformer_mt.config import (
-    DataConfig,
     ExperimentConfig,
+    ParallelConfig,
     TransformerConfig,
     with_vocabulary_sizes,
 )
-from flaxformer_mt.data.corpora.corpus import has_splits
 from flaxformer_mt.data.stream.batches import packed_shape
 from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
-from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers, read_tokenizers
+from flaxformer_mt.decoding.shortlist import require_shortlist
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.model.attention import attention_class
 from flaxformer_mt.model.functional import init
-from flaxformer_mt.runs.folder import holds_run
+from flaxformer_mt.model.logical_axes import require_divisor
+from flaxformer_mt.runs import step_folders
+from flaxformer_mt.runs.folder import ACCEPT, read_config
 from flaxformer_mt.training.devices import make_devices, seed_key
+from flaxformer_mt.training.memory import require_training_memory
 from flaxformer_mt.training.objective import CROSS_ENTROPY
 from flaxformer_mt.training.optimizer import make_schedule
 from flaxformer_mt.training.parameters import split
+from flaxformer_mt.training.warm_start import require_vocabulary
 
 
-def check_before_start(
-    config: ExperimentConfig, workdir: Path, accept_changes: bool = False
-) -> None:
-    """Raises errors that can be found before anything is read or written."""
-    for name in ("dtype", "param_dtype"):
-        if (
-            getattr(config.model, name) == "float64"
-            and jax.dtypes.canonicalize_dtype("float64") != "float64"
-        ):
-            raise UserError(
-                f"model.{name}=float64: JAX computes in float32 unless the environment has "
-                "JAX_ENABLE_X64=1"
-            )
-    attention_class(config.model)
-    make_devices(config)
+def check_config(config: ExperimentConfig, has_objective: bool = False) -> None:
+    """Checks what needs only the configuration and the devices.
+
+    `has_objective`: whether an objective is given as a function.
+    """
+    if config.train.objective != CROSS_ENTROPY and not has_objective:
+        raise UserError(
+            f"train.objective={config.train.objective} is the name of a function: start and "
+            "continue the run from Python, with flaxformer_mt.train(config, workdir, "
+            "objective=FUNCTION)"
+        )
+    check_precision(config.model)
+    check_devices(config.parallel)
+    check_rows(config)
     make_schedule(config.optimizer, config.model.d_model, config.train.num_steps)
-    packed_shape(config)
-    holds_run(workdir, config, accept_changes)
     if config.train.freeze:
-        # Raises what is wrong with it. The sizes of the vocabularies are not known yet.
+        # The sizes of the vocabularies are not known yet.
         model = with_vocabulary_sizes(config.model, 1, 1)
         split(jax.eval_shape(lambda: init(model, seed_key(0))), config.train.freeze)
+    attention_class(config.model)
+    for name, heads in (
+        ("num_heads", config.model.num_heads),
+        ("num_kv_heads", config.model.kv_heads),
+    ):
+        require_divisor(config.parallel.tensor, heads, f"model.{name}", "tensor")
+    packed_shape(config)
+    if config.decode.shortlist:
+        require_shortlist(config.decode.shortlist)
 
 
-def require_effects(config: ExperimentConfig) -> None:
-    """Raises `UserError` for an option of a new run that others make ineffective."""
-    data, model = config.data, config.model
-    if data.train_split != DataConfig.train_split and not (data.train_corpora or has_splits(data)):
+def check_memory(config: ExperimentConfig) -> None:
+    """Checks that the devices have the memory that training needs at the very least."""
+    require_training_memory(config, make_devices(config.parallel))
+
+
+def check_one_process(option: str) -> None:
+    """Refuses several processes."""
+    if jax.process_count() > 1:
+        raise UserError(f"{option} is for one process: start it without the others")
+
+
+def check_precision(model: TransformerConfig) -> None:
+    """Checks that JAX computes in the precision that a model asks for."""
+    for name in ("dtype", "param_dtype"):
+        wanted = getattr(model, name)
+        if jax.dtypes.canonicalize_dtype(wanted) != wanted:
+            raise UserError(
+                f"model.{name}={wanted}: JAX computes in float32 unless the environment has "
+                "JAX_ENABLE_X64=1"
+            )
+
+
+def check_devices(parallel: ParallelConfig) -> None:
+    """Checks that there are the devices that a configuration asks for, in all processes."""
+    available, wanted = jax.devices(), parallel.num_devices or jax.device_count()
+    processes, local, tensor = jax.process_count(), jax.local_device_count(), parallel.tensor
+    if wanted > len(available):
         raise UserError(
-            f"data.train_split={data.train_split} has no effect: data.path={data.path} has no "
-            "splits"
+            f"parallel.num_devices={wanted}, but there are only {len(available)} "
+            f"({available[0].platform}): ask for fewer, or for 0, which means all"
         )
-    if data.subword_sampling and not model.has_inputs:
+    if processes > 1 and wanted < len(available):
         raise UserError(
-            f"data.subword_sampling={data.subword_sampling} has no effect: a language model has no "
-            "sources to segment"
+            f"parallel.num_devices={wanted}, but {processes} processes have "
+            f"{len(available)} devices, all of which have to be used: set it to 0"
         )
-    if not model.has_inputs:
-        for name, is_given in (
-            ("data.max_length_ratio", data.max_length_ratio),
-            ("data.drop_identical", data.drop_identical),
-            ("train.watch", config.train.watch),
-        ):
-            if is_given:
-                raise UserError(f"{name} has no effect: a language model has no sources")
-    is_guided = config.train.guided_alignment_weight or config.train.objective != CROSS_ENTROPY
-    if data.alignments and not is_guided:
+    if processes > 1 and parallel.strategy == "pmap":
         raise UserError(
-            f"data.alignments={data.alignments} has no effect: set train.guided_alignment_weight, "
-            "or give an objective that reads Batch.alignment"
+            f"parallel.strategy=pmap is for one process, and there are {processes}: set "
+            "parallel.strategy=mesh"
         )
-    optimizer = config.optimizer
-    if optimizer.total_steps and not optimizer.schedule_has_end and not optimizer.warmup:
+    if processes > 1 and local % tensor and tensor % local:
         raise UserError(
-            f"optimizer.total_steps={optimizer.total_steps} has no effect with "
-            f"optimizer.schedule={optimizer.schedule}: it is the length of schedules that have an "
-            "end, and what optimizer.warmup is a share of"
+            f"parallel.tensor={tensor} does not fit processes of {local} devices: one has to be a "
+            "multiple of the other"
         )
-    rates = (
-        model.dropout_rate, model.embedding_dropout, model.attention_dropout_rate,
-        model.activation_dropout_rate,
-    )  # fmt: skip
-    if config.train.r_drop and not any(rates):
+    make_devices(parallel)
+
+
+def check_rows(config: ExperimentConfig) -> None:
+    """Checks that devices can share out the rows of a batch."""
+    rows, row_length = config.rows_per_batch, config.data.row_lengths[1]
+    shards = (config.parallel.num_devices or jax.device_count()) // config.parallel.tensor
+    parts = config.train.accumulation_steps
+    if rows % (shards * parts):  # Short buckets have a multiple of these rows.
         raise UserError(
-            f"train.r_drop={config.train.r_drop} has no effect without dropout: set "
-            "model.dropout_rate, or train.r_drop=0"
+            f"the {rows} rows of a batch (train.batch_tokens={config.train.batch_tokens} / "
+            f"{row_length} tokens of a target row) cannot be divided evenly among {shards} devices "
+            f"(parallel.num_devices / parallel.tensor) times {parts} parts "
+            f"(train.accumulation_steps): make train.batch_tokens a multiple of "
+            f"{shards * parts * row_length}"
         )
 
 
-def require_shared_vocabulary(model: TransformerConfig, tokenizers: Tokenizers) -> None:
-    """Checks that an embedding table of both sides is for a vocabulary of both sides."""
+def check_same_run(
+    folder: Path, given: ExperimentConfig, accept_changes: bool = False
+) -> ExperimentConfig:
+    """Checks that the run in a folder can be continued with a configuration; returns its own.
+
+    Args:
+      folder: the run folder.
+      given: the configuration.
+      accept_changes: whether the run may be continued with other values of some options.
+    """
+    stored = read_config(folder)
+    if configuration.differences(stored, given):
+        # The run took what was left open from its vocabulary.
+        model = read_tokenizers(folder).with_ids(given.model)
+        given = configuration.ExperimentConfig(**{**vars(given), "model": model})
+    differences = configuration.differences(stored, given)
+    starts = stored.train.init_from, given.train.init_from
+    kinds = dict(configuration.CONTINUATIONS)
+    if starts[0] != starts[1] and not step_folders.has_any(folder):
+        # Before its first checkpoint, a run is continued from its start.
+        text = "train.init_from: {!r} in the run, {!r} now"
+        differences["train.init_from"] = text.format(*starts)
+        kinds["train.init_from"] = "never"
+    never = [text for name, text in differences.items() if kinds[name] == "never"]
+    refused = [text for name, text in differences.items() if kinds[name] != "noted"]
+    if never or (refused and not accept_changes):
+        named = "; ".join(never if accept_changes else refused)
+        raise UserError(
+            f"{folder} holds a run of another configuration ({named}): "
+            f"give these values, {_NEW_START.format(folder) if never else ACCEPT}"
+        )
+    return stored
+
+
+_NEW_START = (
+    "or another --workdir, for a new run: --train.init-from={} starts it from these parameters if "
+    "they fit, --train.init-optimizer from the optimizer's moments, too, and steps and data begin "
+    "anew"
+)
+
+
+def check_vocabulary(config: ExperimentConfig, tokenizers: Tokenizers) -> None:
+    """Checks the vocabularies of a new run, whose special tokens the configuration has."""
+    model, data, init_from = config.model, config.data, config.train.init_from
     source, target = tokenizers.source, tokenizers.target
     # In published vocabularies, the same ids may be read by two tokenizers.
     is_own = isinstance(source, SentencePieceTokenizer)
@@ -104,3 +180,7 @@ def require_shared_vocabulary(model: TransformerConfig, tokenizers: Tokenizers) 
             "a vocabulary of its own: set model.tie_embeddings=target_output or none, or use one "
             "vocabulary (data.joint_vocabulary=True, or one file as data.tokenizer_path)"
         )
+    if init_from and data.tokenizer_path not in ("", init_from):
+        require_vocabulary(init_from, tokenizers)
+    if data.subword_sampling:
+        source.sample([], 0, data.subword_sampling)  # Some vocabularies cannot.

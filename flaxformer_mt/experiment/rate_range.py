@@ -17,15 +17,13 @@ from rich.console import Console
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.data.stream.batches import DataPosition
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.experiment.checks import check_before_start
-from flaxformer_mt.experiment.fitting import make_console
-from flaxformer_mt.experiment.parts import Experiment
-from flaxformer_mt.experiment.preparation import prepare
+from flaxformer_mt.experiment import checks
+from flaxformer_mt.experiment.fit import Experiment
+from flaxformer_mt.experiment.report import report
+from flaxformer_mt.experiment.start import begin
 from flaxformer_mt.runs import atomic
-from flaxformer_mt.training.devices import make_devices
-from flaxformer_mt.training.memory import require_training_memory
 from flaxformer_mt.training.optimizer import make_schedule
-from flaxformer_mt.training.reporting.console import print_labelled
+from flaxformer_mt.training.reporting.console import make_console, print_labelled
 
 LOWEST, HIGHEST = 1e-6, 1.0
 _STEPS = 200
@@ -67,16 +65,18 @@ def find_learning_rate(
       UserError: as of `train`, or no rate made the loss fall.
     """
     workdir, console = Path(workdir), console or make_console()
-    if jax.process_count() > 1:
-        raise UserError("--find-learning-rate is for one process: start it without the others")
-    check_before_start(config, workdir)
-    require_training_memory(config, make_devices(config))
+    checks.check_one_process("--find-learning-rate")
+    checks.check_config(config)
+    checks.check_memory(config)
+    rates = np.geomspace(LOWEST, HIGHEST, steps)
+    losses: list[float] = []
     with atomic.temporary_folder() as cache:
-        prepared = prepare(config, workdir, cache_folder=cache, write=False)
-        print_labelled(prepared.report(), console)
-        rates = np.geomspace(LOWEST, HIGHEST, steps)
-        losses: list[float] = []
-        for rate, loss in zip(rates, _losses(prepared, jnp.asarray(rates, float)), strict=False):
+        # The rate of each step takes the place of the schedule.
+        numbers = jnp.asarray(rates, float)
+        start = begin(config, workdir, cache=cache)
+        prepared = Experiment(start, own_schedule=lambda count: numbers[count])
+        print_labelled(report(prepared), console)
+        for rate, loss in zip(rates, _losses(prepared, steps), strict=False):
             losses.append(loss)
             if len(losses) % 20 == 0:
                 console.print(f"step {len(losses)}/{steps}  rate {rate:.1e}  loss {loss:.4f}")
@@ -93,12 +93,11 @@ def find_learning_rate(
     return RateRange(rates, np.array(losses[1:]), smoothed, peak, peak / _highest_rate(config))
 
 
-def _losses(prepared: Experiment, rates: jax.Array) -> Iterator[float]:
+def _losses(experiment: Experiment, steps: int) -> Iterator[float]:
     """Trains with one rate per step; yields the losses, as long as they are finite."""
-    experiment = Experiment(prepared.config, prepared.dataset, schedule=lambda count: rates[count])
     state, step = experiment.initial_state(), experiment.compile_train_step()
     with experiment.stream(DataPosition()) as batches:
-        for _ in rates:
+        for _ in range(steps):
             batch, _ = next(batches)
             state, metrics = step(state, batch)
             if metrics["skipped_steps"][0]:

@@ -115,9 +115,13 @@ def require_even_parts(name: str, size: int, option: str) -> None:
     `option` is the option that determines the size.
     """
     found = _mesh_axes(name)
-    parts = math.prod(found.values())
+    require_divisor(math.prod(found.values()), size, option, ", ".join(found))
+
+
+def require_divisor(parts: int, size: int, option: str, axes: str) -> None:
+    """Raises UserError unless a number of devices, those of some mesh axes, divides a size."""
     if size % parts:
         raise UserError(
             f"{option}={size} cannot be divided evenly among {parts} devices of the mesh axis "
-            f"{', '.join(found)}: choose a divisor of {size}"
+            f"{axes}: choose a divisor of {size}"
         )

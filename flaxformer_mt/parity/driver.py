@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -11,29 +10,27 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from flaxformer_mt.parity import rows, sides, trace
-from flaxformer_mt.parity.any_model.program import TracedFunction
-from flaxformer_mt.parity.diagnosis.first_cause import Model, find
-from flaxformer_mt.parity.diagnosis.inputs import Diagnosis, Select
+from flaxformer_mt.parity import rows, sides
+from flaxformer_mt.parity.families.settings import SettingDifference
+from flaxformer_mt.parity.program.diagnosis import Diagnosis, Select
+from flaxformer_mt.parity.program.differences import ProgramValues
+from flaxformer_mt.parity.program.equations import TracedFunction
 from flaxformer_mt.parity.reports.comparison import Row
 from flaxformer_mt.parity.reports.report import Report
-from flaxformer_mt.parity.settings import SettingDifference
 from flaxformer_mt.parity.sides import Pair, Side
-from flaxformer_mt.parity.trace import Reshape, Tap, Values
+from flaxformer_mt.parity.trace import module_values
+from flaxformer_mt.parity.trace.module_values import Reshape, Tap
+from flaxformer_mt.parity.trace.sites import Values
 from flaxformer_mt.parity.trajectories import Trajectory
 
 
 class Causes(NamedTuple):
     """Where the causes of differences are looked for."""
 
-    diagnosis_of: Callable[[str], Diagnosis | None] = lambda site: None
-    """The cause of the first difference, at this site."""
-    model: Model | None = None
+    model: ProgramValues
     """Whose differing sites are all found, each by itself."""
-    sites: Sequence[str] = ()
-    """All sites of the model, in the order of the data flow."""
-    untested: Mapping[str, str] = MappingProxyType({})
-    """By cause, filled while causes are looked for: why it could not be tested."""
+    of_loss: Callable[[], Diagnosis | None] = lambda: None
+    """The cause of another loss of equal logits."""
 
 
 def compare_pair(
@@ -69,7 +66,7 @@ def compare_pair(
             select,
             steps=train() if train else None,
             settings=settings,
-            notes=[*notes, *trace.frozen_parameters(pair.module)],
+            notes=[*notes, *module_values.frozen_parameters(pair.module)],
         )
         theirs = theirs._replace(values=theirs.fitting(ours.values))
         report = judged(report, ours, theirs)
@@ -82,7 +79,7 @@ def compare_pair(
             used = {site: tap for site, tap in taps.items() if site in fits}
             found = _first_gradient_difference(pair, batch, used, ours.values, select)
             report = dataclasses.replace(report, notes=(*report.notes, *found))
-        return explained(report, fits, select, causes)
+        return explained(report, causes)
 
 
 _RANDOM = (
@@ -109,7 +106,7 @@ def _in_our_layout(
         tap = taps.get(site)
         reshape = tap.reshape if isinstance(tap, Tap) else None
         is_square = value.ndim == 3 and value.shape[0] == value.shape[1]
-        may_be = tap is not None and reshape in (None, trace.time_major)
+        may_be = tap is not None and reshape in (None, module_values.time_major)
         if not (is_square and may_be and value.shape == ours[site].shape):
             continue
         other = value.swapaxes(0, 1)
@@ -166,19 +163,18 @@ def _value_rows(ours: Values, theirs: Side, select: Select, dtype: str) -> Itera
             yield rows.value_row(site, select(site, value), select(site, expected), dtype)
 
 
-def explained(report: Report, theirs: Values, select: Select, causes: Causes) -> Report:
-    """Returns a report with the causes of its differences from values of the same shapes."""
+def explained(report: Report, causes: Causes) -> Report:
+    """Returns a report with the causes of its differences."""
     first = next((row for row in report.rows if not row.passed), None)
     if first is None or first.reference_shape is not None:
         return report
-    if first.section == "values" and causes.model is not None:
-        findings = tuple(find(causes.model, causes.sites, theirs, select, report.dtype))
+    if first.section == "values":
+        findings = tuple(causes.model.findings(0.0 if report.dtype == "float64" else 1.0))
         report = dataclasses.replace(report, findings=findings)
-    if report.findings:
-        diagnosis = report.findings[0].diagnosis
+        diagnosis = findings[0].diagnosis if findings else None
     else:
-        diagnosis = causes.diagnosis_of((report.first_divergence or first).site)
-    notes = (*report.notes, *causes.untested.values())
+        diagnosis = causes.of_loss() if first.site == "loss" else None
+    notes = (*report.notes, *causes.model.untested.values())
     return dataclasses.replace(report, diagnosis=diagnosis, notes=notes)
 
 
@@ -242,13 +238,13 @@ def _gradients_of_module(
     pair: Pair, batch: Any, taps: Mapping[str, Tap | str], values: Values
 ) -> Values:
     """Sites inside of modules, whose taps name an operation, are left out."""
-    wanted = trace.as_taps(taps)
+    wanted = module_values.as_taps(taps)
     keys = {
         site: (pair.module.get_submodule(tap.module), "", tap.side)
         for site, tap in wanted.items()
         if not tap.op
     }
-    with trace.recording(pair.module, set(keys.values()), copy=False) as seen:
+    with module_values.recording(pair.module, set(keys.values()), copy=False) as seen:
         total = pair.loss(pair.outputs(batch), batch)
     chosen = {site: _chosen(seen[key], wanted[site]) for site, key in keys.items()}
     tensors = {site: tensor for site, tensor in chosen.items() if tensor is not None}
@@ -256,7 +252,7 @@ def _gradients_of_module(
         return {}
     found = torch.autograd.grad(total, list(tensors.values()), materialize_grads=True)
     return {
-        site: trace.shaped(site, wanted[site].reshape, gradient.numpy(), values[site].shape)
+        site: module_values.shaped(site, wanted[site].reshape, gradient.numpy(), values[site].shape)
         for site, gradient in zip(tensors, found, strict=True)
     }
 

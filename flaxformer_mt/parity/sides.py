@@ -16,9 +16,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from flaxformer_mt.parity import references, trace
-from flaxformer_mt.parity.any_model.program import TracedFunction
-from flaxformer_mt.parity.trace import Tap, Values
+from flaxformer_mt.parity import references
+from flaxformer_mt.parity.program.equations import TracedFunction
+from flaxformer_mt.parity.trace import module_values
+from flaxformer_mt.parity.trace.module_values import Tap
+from flaxformer_mt.parity.trace.sites import Values, comparable
 
 # Compilation would dominate the run time; the results do not depend on the optimization level.
 COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}
@@ -34,7 +36,7 @@ class Side(NamedTuple):
     never_run: tuple[str, ...] = ()
     again: Mapping[str, np.ndarray] = MappingProxyType({})
     uncertain: tuple[str, ...] = ()
-    """Of a reference, as in `trace.ModuleValues`."""
+    """Of a reference, as in `module_values.ModuleValues`."""
 
     def fitting(self, ours: Values) -> Values:
         """Returns the values that have the shape of ours."""
@@ -112,15 +114,17 @@ def run_reference(
 ) -> Side:
     """Computes the values of the module at its taps; `strict` as for `values_of_module`."""
     shapes = {site: value.shape for site, value in ours.items()}
-    run = trace.values_of_module(pair.module, taps, lambda _: pair.outputs(batch), shapes, strict)
+    run = module_values.values_of_module(
+        pair.module, taps, lambda _: pair.outputs(batch), shapes, strict
+    )
     losses = _losses(pair.ours, pair.loss, run.output, batch)
     outputs = {
-        site: trace.comparable(site, tensor.detach().numpy()) for site, tensor in run.output.items()
+        site: comparable(site, tensor.detach().numpy()) for site, tensor in run.output.items()
     }
     return Side(
         run.values | outputs,
         {name: loss.item() for name, loss in losses.items()},
-        trace.parameter_gradients(pair.module, losses["loss"]),
+        module_values.parameter_gradients(pair.module, losses["loss"]),
         run.never_run,
         run.again,
         run.uncertain,

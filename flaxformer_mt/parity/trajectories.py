@@ -21,9 +21,9 @@ from flaxformer_mt import interop
 from flaxformer_mt.config import OptimizerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.parity import optimizer_probe, sides
-from flaxformer_mt.parity.model_pair import Forward, model_pair, real_tokens
+from flaxformer_mt.parity.families.model_pair import Forward, model_pair, real_tokens
+from flaxformer_mt.parity.families.recipes import Recipe
 from flaxformer_mt.parity.optimizer_probe import TorchOptimizer
-from flaxformer_mt.parity.recipes import Recipe
 from flaxformer_mt.training.optimizer import make_optimizer, make_schedule
 
 TOLERANCES = {"float64": 1e-8, "float32": 1e-3}

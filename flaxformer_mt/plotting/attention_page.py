@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from flaxformer_mt.plotting import drawing, palettes
-from flaxformer_mt.plotting.palettes import LARGEST_ERROR, palette, quantized
+from flaxformer_mt.plotting import drawing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,6 +29,10 @@ if TYPE_CHECKING:
         SentenceAttention,
     )
 
+ENDS = {"light": ("#f6f4ef", "#152c78"), "dark": ("#1c2129", "#a8caff")}
+"""The colors of the weights 0 and 1 on each background."""
+LARGEST_ERROR = 0.004
+"""How far a weight may be from the one that its byte stands for."""
 IFRAME_HEIGHT = 900
 """Pixels of the page in a notebook."""
 _STARTS = "▁", "Ġ"
@@ -76,9 +79,22 @@ KINDS: "Mapping[AttentionKind, Kind]" = {
 """In the order of computation; the page opens with the last one."""
 
 
-def starts_word(piece: str) -> bool:
-    """Returns whether a piece of a vocabulary starts a word."""
-    return piece.startswith(_STARTS)
+def palette(background: str) -> np.ndarray:
+    """Returns the color scale of weights on a background, "light" or "dark": sRGB, uint8 [256, 3].
+
+    It is a straight line.
+    """
+    first, last = (list(bytes.fromhex(color[1:])) for color in ENDS[background])
+    return np.rint(np.linspace(first, last, 256)).astype(np.uint8)
+
+
+def quantized(weights: np.ndarray) -> np.ndarray:
+    """Returns weights as uint8: 255 times their square roots, rounded.
+
+    Small weights keep more digits than large ones: q stands for (q / 255)^2, which is off by at
+    most sqrt(weight) / 255 + 1 / 510^2, less than `LARGEST_ERROR`.
+    """
+    return np.rint(255 * np.sqrt(np.clip(weights, 0, 1))).astype(np.uint8)
 
 
 def piece_text(piece: str) -> str:
@@ -112,10 +128,10 @@ class AttentionPicture(drawing.Picture):
         """Returns the page.
 
         Its data are the JSON value of the element "data": `kinds` with their tokens, weights (see
-        `palettes.quantized`, base64), entropies and alignments, in the order of `KINDS`.
+        `quantized`, base64), entropies and alignments, in the order of `KINDS`.
         """
         text = json.dumps(_data(self.attention), ensure_ascii=False, separators=(",", ":"))
-        surfaces = {f"surface_{name}": ends[0] for name, ends in palettes.ENDS.items()}
+        surfaces = {f"surface_{name}": ends[0] for name, ends in ENDS.items()}
         return drawing.filled(
             "attention_page.html",
             title=html.escape(self.title),
@@ -137,8 +153,8 @@ class AttentionPicture(drawing.Picture):
         figure = drawing.new_figure(13, 8)
         from matplotlib import rc_context
 
-        fonts: dict[Any, Any] = {"font.family": _installed_fonts()}
-        with rc_context(fonts), warnings.catch_warnings(record=True) as caught:
+        style: dict[Any, Any] = {**_STYLE, "font.family": _installed_fonts()}
+        with rc_context(style), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             _draw(figure, self.attention, self.title)
             image = drawing.to_file(figure, kind)
@@ -155,29 +171,25 @@ class AttentionPicture(drawing.Picture):
 def _data(attention: "SentenceAttention") -> dict[str, Any]:
     return {
         "note": " ".join(kind.absent for name, kind in KINDS.items() if name not in attention.maps),
-        "palettes": {name: _base64(palettes.palette(name)) for name in palettes.ENDS},
+        "palettes": {name: _base64(palette(name)) for name in ENDS},
         "kinds": [_kind(name, kind, attention) for name, kind in KINDS.items()],
     }
 
 
 def _kind(name: "AttentionKind", kind: Kind, attention: "SentenceAttention") -> dict[str, Any]:
     described = {"name": name, "label": kind.label, "layers": 0, "heads": 0, "weights": ""}
+    described |= {"entropies": [], "alignment": []}
+    described |= {side: _side(getattr(kind, side), attention) for side in ("rows", "columns")}
     if name not in attention.maps:
-        return described | {"entropies": [], "alignment": []} | _sides(kind, attention)
+        return described
     maps = attention.maps[name]
-    layers, heads = maps.weights.shape[:2]
     return described | {
-        "layers": layers,
-        "heads": heads,
+        "layers": maps.weights.shape[0],
+        "heads": maps.weights.shape[1],
         "weights": _base64(quantized(maps.weights)),
         "entropies": np.round(maps.entropies.astype(float), 3).tolist(),
         "alignment": maps.alignment.tolist(),
-        **_sides(kind, attention),
     }
-
-
-def _sides(kind: Kind, attention: "SentenceAttention") -> dict[str, Any]:
-    return {name: _side(getattr(kind, name), attention) for name in ("rows", "columns")}
 
 
 def _side(side: Side, attention: "SentenceAttention") -> dict[str, Any]:
@@ -185,26 +197,31 @@ def _side(side: Side, attention: "SentenceAttention") -> dict[str, Any]:
     return {
         "name": side.name,
         "role": side.role,
-        "tokens": [{"text": piece_text(piece), "starts": starts_word(piece)} for piece in pieces],
+        "tokens": [
+            {"text": piece_text(piece), "starts": piece.startswith(_STARTS)} for piece in pieces
+        ],
         "rtl": is_right_to_left("".join(pieces)),
     }
 
 
 def is_right_to_left(text: str) -> bool:
     """Returns whether the first character with a direction is one of Hebrew, Arabic, ..."""
-    directions = (unicodedata.bidirectional(character) for character in _without_tags(text))
-    return next((each in ("R", "AL") for each in directions if each in ("L", "R", "AL")), False)
-
-
-def _without_tags(text: str) -> str:
-    return re.sub(r"<[^<>]*>|>>[^<>]*<<|__\w+?__", "", text)
+    untagged = re.sub(r"<[^<>]*>|>>[^<>]*<<|__\w+?__", "", text)
+    directions = map(unicodedata.bidirectional, untagged)
+    return next((each != "L" for each in directions if each in ("L", "R", "AL")), False)
 
 
 def _base64(array: np.ndarray) -> str:
     return base64.b64encode(array.tobytes()).decode()
 
 
-_INK, _QUIET, _LINE = "#1c2230", "#59616f", "#d8d4cc"
+_QUIET = "#59616f"
+_STYLE = {
+    "text.color": "#1c2230", "xtick.labelcolor": _QUIET, "ytick.labelcolor": _QUIET,
+    "xtick.major.size": 0, "ytick.major.size": 0, "axes.edgecolor": "#d8d4cc",
+    "axes.titlelocation": "left", "axes.titlesize": 10, "xtick.labelsize": 8, "ytick.labelsize": 8,
+    "text.parse_math": False,  # Tokens and names of folders may have dollars.
+}  # fmt: skip
 _GAP = 0.14
 """Between heads, as a fraction of a head's width."""
 _MOST_LABELS = 48
@@ -230,14 +247,18 @@ def _draw(figure: "Figure", attention: "SentenceAttention", title: str) -> None:
     kinds = [kind for kind in KINDS if kind in attention.maps]
     parts: Any = figure.subfigures(1, 2, width_ratios=(7, 5), wspace=0.02)
     large, small = parts
-    heading = figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=_INK)
-    heading.set_parse_math(False)  # Names of folders may have dollars.
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
     matrix, scale = large.subplots(2, 1, height_ratios=(30, 1))
     grids = np.atleast_1d(small.subplots(len(kinds), 1))
     for axes, kind in zip(grids, kinds, strict=True):
         _draw_heads(axes, attention.maps[kind], KINDS[kind].label)
     _draw_sharpest(matrix, attention, kinds[-1])
-    _draw_scale(scale)
+    scale.imshow(palette("light")[None], aspect="auto", extent=(0, 1, 0, 1))
+    weights = (0, 0.05, 0.25, 0.5, 1)
+    scale.set_xticks([weight**0.5 for weight in weights], weights)
+    scale.set_yticks([])
+    note = "weight; below each head is its entropy in bits; dots mark the greatest of a row"
+    scale.set_title(note, fontsize=8, color=_QUIET)
 
 
 def _colors(weights: np.ndarray) -> np.ndarray:
@@ -261,8 +282,8 @@ def _draw_heads(axes: Any, maps: "AttentionMaps", label: str) -> None:
     axes.set_xticks([head * (1 + _GAP) + 0.5 for head in range(heads)], range(heads))
     axes.set_yticks([layer * line + height / 2 for layer in range(layers)], range(layers))
     axes.xaxis.tick_top()
-    axes.set_title(label, loc="left", fontsize=10, color=_INK)
-    _quiet(axes, 7, has_frame=False)
+    axes.set_title(label)
+    axes.spines[:].set_visible(False)
 
 
 def _draw_sharpest(axes: Any, attention: "SentenceAttention", kind: "AttentionKind") -> None:
@@ -277,30 +298,12 @@ def _draw_sharpest(axes: Any, attention: "SentenceAttention", kind: "AttentionKi
     axes.scatter(columns, rows, s=6, c=inks, linewidths=0)
     _label(axes.set_xticks, getattr(attention, described.columns.tokens), rotation=90)
     _label(axes.set_yticks, getattr(attention, described.rows.tokens))
+    axes.tick_params(labelsize=10 if max(weights.shape) <= 30 else 6)
     axes.xaxis.tick_top()
     name = f"{described.label}, layer {layer}, head {head}: {bits[layer, head]:.2f} bits"
-    axes.set_title(name, loc="left", fontsize=10, color=_INK, pad=12)
-    _quiet(axes, 10 if max(weights.shape) <= 30 else 6)
-
-
-def _draw_scale(axes: Any) -> None:
-    axes.imshow(palette("light")[None], aspect="auto", extent=(0, 1, 0, 1))
-    weights = (0, 0.05, 0.25, 0.5, 1)
-    axes.set_xticks([weight**0.5 for weight in weights], weights)
-    axes.set_yticks([])
-    note = "weight; below each head is its entropy in bits; dots mark the greatest of a row"
-    axes.set_title(note, loc="left", fontsize=8, color=_QUIET)
-    _quiet(axes, 8)
+    axes.set_title(name, pad=12)
 
 
 def _label(set_ticks: Any, tokens: Sequence[str], **options: Any) -> None:
     positions = range(0, len(tokens), -(-len(tokens) // _MOST_LABELS))
-    # A dollar sign would begin a formula.
-    texts = [piece_text(tokens[position]).replace("$", r"\$") for position in positions]
-    set_ticks(positions, texts, **options)
-
-
-def _quiet(axes: Any, size: float, has_frame: bool = True) -> None:
-    axes.tick_params(length=0, labelsize=size, labelcolor=_QUIET)
-    axes.spines[:].set_visible(has_frame)
-    axes.spines[:].set_color(_LINE)
+    set_ticks(positions, [piece_text(tokens[position]) for position in positions], **options)

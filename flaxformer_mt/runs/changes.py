@@ -14,7 +14,8 @@ from flaxformer_mt import config as configuration
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.config.serialization import HISTORY
 from flaxformer_mt.input_files import Count, read_json
-from flaxformer_mt.runs.layout import CONFIG
+from flaxformer_mt.runs.layout import CONFIG, METRICS
+from flaxformer_mt.runs.metrics_file import read_lines
 
 SPLIT = "change"
 """The split of the line of `metrics.jsonl` about a change."""
@@ -53,3 +54,15 @@ def described(entry: Mapping[str, Any]) -> str:
         for name, (old, new) in entry["options"].items()
     )
     return "; ".join([*options, *(f"text of {split}" for split in entry["corpora"])])
+
+
+def missing_lines(
+    folder: Path, history: Sequence[Mapping[str, Any]], last: int
+) -> list[tuple[int, dict[str, str]]]:
+    """Returns the steps and values of the lines about changes that `metrics.jsonl` lacks.
+
+    `last` is the step that the run continues from; lines of later ones are removed.
+    """
+    lines = [line.values for line in read_lines(folder / METRICS) if line.values is not None]
+    written = [line for line in lines if line["split"] == SPLIT and line["step"] <= last]
+    return [(entry["step"], {"changed": described(entry)}) for entry in history[len(written) :]]

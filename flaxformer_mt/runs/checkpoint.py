@@ -91,7 +91,9 @@ class Checkpoints:
           best_metric: the validation metric that ranks checkpoints.
           announce: called with one line for each damaged checkpoint.
           optimizer: the optimizer of the state. Its state alone does not tell Adam from Adamax, nor
-            one learning rate from another.
+            one learning rate from another. None = the one that the function of `compile_step`
+            names: it is then compared before the first step. Give it if several `Checkpoints` are
+            open, or if a step finds its optimizer in an object.
 
         Raises:
           UserError: the folder cannot be written to, or a checkpoint or `data.json` cannot be read.
@@ -105,6 +107,9 @@ class Checkpoints:
         self._keep_best = keep_best
         self._best_metric = best_metric
         self._optimizer = {} if optimizer is None else identity.of_optimizer(optimizer.update)
+        self._began_with: dict[str, Any] = {}
+        """The optimizer of the restored checkpoint, until it is compared."""
+        identity.open_checkpoints.add(self)
         self._scores: dict[int, float] = {}
         """Ranking scores of checkpoints that are not known to be damaged; only in process 0."""
         self._unverified: set[int] = set()
@@ -261,25 +266,32 @@ class Checkpoints:
             stored = self._orbax.metadata(path).item_metadata
             with prefixed(f"{path} holds "):
                 dtypes = state_items.changed_dtypes(stored, items)
-            changes = [
-                *changes,
-                *identity.differences(
-                    record["identity"], {**identity.of_state(template), **self._optimizer}
-                ),
-                *dtypes,
-            ]
-            if changes and not accept_changes:
-                raise UserError(
-                    f"{path} was not begun with this script ({identity.listed(changes)}): go back "
-                    "to what it was begun with, give another folder, or continue with "
-                    "restore_or(..., accept_changes=True), which no uninterrupted training equals"
-                )
+            there = dict(record["identity"])
+            if not self._optimizer:
+                began_with = {name: there.pop(name) for name in [*there] if _is_of_optimizer(name)}
+                self._began_with = {} if accept_changes else began_with
+            here = {**identity.of_state(template), **self._optimizer}
+            changes = [*changes, *identity.differences(there, here), *dtypes]
+            if not accept_changes:
+                _require_unchanged(path, changes)
             orbax_errors.check_chunks(path, {name: stored[name].tree for name in items})
             restored = self._orbax.restore(
                 path,
                 args=Composite(**{name: _Restore(item) for name, item in items.items()}),
             )
         return buffers.owned(state_items.joined(template, restored))
+
+    def compare_optimizer(self, found: dict[str, Any]) -> None:
+        """Compares the optimizer of a step with that of the restored checkpoint, if none was given.
+
+        Raises:
+          UserError: it is another one.
+        """
+        if found and self._began_with and not self._optimizer:
+            path = self._folder / str(self._latest)
+            _require_unchanged(path, identity.differences(self._began_with, found))
+        self._optimizer = self._optimizer or found
+        self._began_with = {}
 
     def wait(self) -> None:
         """Waits until everything is written; `UserError` if the newest checkpoint cannot be."""
@@ -302,6 +314,7 @@ class Checkpoints:
 
     def close(self) -> None:
         """Waits and stops the writing threads."""
+        identity.open_checkpoints.discard(self)
         try:
             self.wait()
         finally:
@@ -372,6 +385,19 @@ class Checkpoints:
             with contextlib.suppress(OSError):
                 self._workspaces.close()
             raise
+
+
+def _is_of_optimizer(name: str) -> bool:
+    return name.startswith(f"{identity.OPTIMIZER}/")
+
+
+def _require_unchanged(path: Path, changes: Sequence[str]) -> None:
+    if changes:
+        raise UserError(
+            f"{path} was not begun with this script ({identity.listed(changes)}): go back to what "
+            "it was begun with, give another folder, or continue with "
+            "restore_or(..., accept_changes=True), which no uninterrupted training equals"
+        )
 
 
 def restore_params(

@@ -4,27 +4,26 @@
 the folder would hold a different run. It is continued whole or not at all.
 """
 
-import collections
 import contextlib
 import dataclasses
-import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
+
+import jax
 
 from flaxformer_mt import config as configuration
 from flaxformer_mt import input_files
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.config.experiment import groups, with_changes
 from flaxformer_mt.config.fields import FieldRole, names_with
-from flaxformer_mt.data.corpora.corpus import Corpus
-from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError, prefixed
 from flaxformer_mt.runs import atomic, changes, data_file, layout, manifest, step_folders
 from flaxformer_mt.urls import require_local
 
-Corpora: TypeAlias = Mapping[str, Sequence[Corpus]]
-"""The corpora of "train", "valid" and "test"."""
+Texts: TypeAlias = Mapping[str, Sequence[tuple[str, str]]]
+"""Name and fingerprint of each corpus of "train", "valid" and "test"."""
 
 
 @contextlib.contextmanager
@@ -70,6 +69,12 @@ def require_run(folder: str | Path) -> None:
         raise UserError(f"{folder} is not a run folder: it has no {layout.CONFIG}")
 
 
+def has_trained(workdir: Path) -> bool:
+    """Returns whether a folder has a checkpoint, or metrics."""
+    metrics = workdir / layout.METRICS
+    return step_folders.has_any(workdir) or (metrics.exists() and metrics.stat().st_size > 0)
+
+
 def is_content_of_run(path: Path) -> bool:
     """Returns whether a file, which need not exist, would be one of those of a trained model."""
     path = path.resolve()
@@ -105,17 +110,6 @@ def read_config(folder: str | Path) -> ExperimentConfig:
                 f"or the run's own {layout.DATA}"
             )
     return config
-
-
-def read_tokenizers(folder: str | Path) -> Tokenizers:
-    """Reads the vocabularies of a run; `UserError` if a file is missing or not that of the run."""
-    data_file.check_files(folder)
-    path = Path(folder, layout.TOKENIZER)
-    tokenizers = Tokenizers.load(path)
-    recorded = data_file.read(folder).get(data_file.TOKENIZER)
-    if recorded is not None and recorded != fingerprints(tokenizers):
-        raise UserError(f"{path} is not the vocabulary that the run was started with: restore it")
-    return tokenizers
 
 
 def check_vocabulary(paths: str) -> None:
@@ -155,16 +149,11 @@ def _with_corpora(folder: str | Path, values: Mapping[str, Any]) -> dict[str, An
     return result
 
 
-def holds_run(workdir: Path, experiment: ExperimentConfig, accept_changes: bool = False) -> bool:
-    """Returns whether the folder holds a run of this experiment, to be continued.
-
-    Args:
-      workdir: the folder.
-      experiment: the configuration that was given.
-      accept_changes: whether the run may be continued with other values of some options.
+def has_run(workdir: Path) -> bool:
+    """Returns whether a folder holds a run, to be continued.
 
     Raises:
-      UserError: it holds a run of another experiment, or parts of it are missing or damaged.
+      UserError: parts of a run are missing.
     """
     if not (workdir / layout.CONFIG).exists():
         _require_no_remains(workdir)
@@ -180,28 +169,11 @@ def holds_run(workdir: Path, experiment: ExperimentConfig, accept_changes: bool 
             f"{workdir / layout.CHECKPOINTS} holds no checkpoint, but the run has written some: "
             "restore them, or give another --workdir to begin anew"
         )
-    stored = read_config(workdir)
-    if configuration.differences(stored, experiment):
-        # The run took what was left open from its vocabulary.
-        model = read_tokenizers(workdir).with_ids(experiment.model)
-        experiment = dataclasses.replace(experiment, model=model)
-    differences = configuration.differences(stored, experiment)
-    starts = stored.train.init_from, experiment.train.init_from
-    kinds = dict(configuration.CONTINUATIONS)
-    if starts[0] != starts[1] and not step_folders.has_any(workdir):
-        # Before its first checkpoint, a run is continued from its start.
-        text = "train.init_from: {!r} in the run, {!r} now"
-        differences["train.init_from"] = text.format(*starts)
-        kinds["train.init_from"] = "never"
-    never = [text for name, text in differences.items() if kinds[name] == "never"]
-    refused = [text for name, text in differences.items() if kinds[name] != "noted"]
-    if never or (refused and not accept_changes):
-        named = "; ".join(never if accept_changes else refused)
-        raise UserError(
-            f"{workdir} holds a run of another configuration ({named}): "
-            f"give these values, {_NEW_START.format(workdir) if never else _ACCEPT}"
-        )
     return True
+
+
+_OWN_FOLDERS = (layout.TOKENIZER, layout.ORIGIN)
+"""Those whose files `data.json` lists."""
 
 
 def _require_no_remains(workdir: Path) -> None:
@@ -209,10 +181,10 @@ def _require_no_remains(workdir: Path) -> None:
 
     A start that was killed leaves `data.json`, or that and a vocabulary; a new one replaces them.
     """
+    has_data = (workdir / layout.DATA).exists()
     remains = {
         layout.DATA: data_file.is_trained(workdir),
-        layout.TOKENIZER: (workdir / layout.TOKENIZER).exists()
-        and not (workdir / layout.DATA).exists(),
+        **{name: (workdir / name).exists() and not has_data for name in _OWN_FOLDERS},
         layout.METRICS: (workdir / layout.METRICS).exists(),
         layout.CHECKPOINTS: step_folders.has_any(workdir),
     }
@@ -224,54 +196,55 @@ def _require_no_remains(workdir: Path) -> None:
         )
 
 
-_NEW_START = (
-    "or another --workdir, for a new run: --train.init-from={} starts it from these parameters if "
-    "they fit, --train.init-optimizer from the optimizer's moments, too, and steps and data begin "
-    "anew"
-)
-_ACCEPT = (
+ACCEPT = (
     "--accept-changes to go on with the new ones after the newest checkpoint (no uninterrupted run "
     "equals that one), or another --workdir"
 )
 
 
-def check_corpora(workdir: Path, corpora: Corpora) -> None:
-    """Raises `UserError` unless corpora are those that a run is trained with."""
+def check_texts(workdir: Path, texts: Texts) -> None:
+    """Raises `UserError` unless texts are those that a run is trained with."""
     stored = _with_corpora(workdir, data_file.read(workdir))
-    for split, parts in corpora.items():
+    for split, parts in texts.items():
         recorded = stored.get(split, [])
-        for number, corpus in enumerate(parts):
-            if recorded[number : number + 1] != [corpus.fingerprint]:
+        for number, (name, fingerprint) in enumerate(parts):
+            if recorded[number : number + 1] != [fingerprint]:
                 raise UserError(
-                    f"the {split} corpus ({corpus.name}) is not the text that the run in "
-                    f"{workdir} was started with: restore it, {_ACCEPT}"
+                    f"the {split} corpus ({name}) is not the text that the run in "
+                    f"{workdir} was started with: restore it, {ACCEPT}"
                 )
 
 
 def write_run(
     workdir: Path,
     experiment: ExperimentConfig,
-    corpora: Corpora,
-    tokenizers: Tokenizers,
+    vocabulary: Mapping[str, bytes],
+    fingerprints: Mapping[str, Any],
     origin: Mapping[str, bytes] = {},
 ) -> None:
     """Writes a run folder without checkpoints; `config.json`, which marks it, last.
 
-    It keeps fingerprints of the corpora; a converted model has none. `origin` are files of the
-    published model that it was converted from, by name.
+    Args:
+      workdir: the folder.
+      experiment: the configuration.
+      vocabulary: the files of the vocabularies, by name.
+      fingerprints: those of the vocabularies and of the corpora, see `data_file`; a converted model
+        has none of corpora.
+      origin: files of the published model that it was converted from, by name.
     """
-    files = {f"{layout.TOKENIZER}/{name}": content for name, content in tokenizers.files.items()}
+    files = {f"{layout.TOKENIZER}/{name}": content for name, content in vocabulary.items()}
     files |= {f"{layout.ORIGIN}/{name}": content for name, content in origin.items()}
-    held_out: collections.Counter[str] = collections.Counter()
-    for corpus in corpora.get("train", ()):
-        held_out.update(corpus.division() if corpus.division else {})
     atomic.make_folder(workdir)
+    for name in _OWN_FOLDERS:
+        if (workdir / name).is_symlink():
+            raise UserError(f"{workdir / name} is a link: remove it, or give another folder")
+    # A start that was killed may have left files of another vocabulary.
+    for name in data_file.read(workdir).get(data_file.FILES, {}).keys() - files.keys():
+        (workdir / name).unlink(missing_ok=True)
     data_file.write(
         workdir,
         {
-            **{split: [corpus.fingerprint for corpus in parts] for split, parts in corpora.items()},
-            **({data_file.HOLD_OUT: dict(held_out)} if held_out else {}),
-            data_file.TOKENIZER: fingerprints(tokenizers),
+            **fingerprints,
             data_file.CONFIG: configuration.to_dict(experiment),
             data_file.FILES: {
                 name: dataclasses.asdict(manifest.entry_of(content))
@@ -279,12 +252,6 @@ def write_run(
             },
         },
     )
-    for path in (workdir / layout.TOKENIZER, workdir / layout.ORIGIN):
-        # A start that was killed may have left files of another vocabulary.
-        if path.is_symlink():
-            path.unlink()
-        elif path.exists():
-            shutil.rmtree(path)
     for name, content in files.items():
         atomic.make_folder((workdir / name).parent)
         atomic.write_bytes(workdir / name, content)
@@ -314,18 +281,22 @@ def with_first_schedule(workdir: Path, experiment: ExperimentConfig) -> Experime
     return with_changes(experiment, {"optimizer": {"total_steps": steps}})
 
 
-def update_config(workdir: Path, experiment: ExperimentConfig, corpora: Corpora) -> None:
+def update_config(
+    workdir: Path, experiment: ExperimentConfig, fingerprints: Mapping[str, Sequence[str]]
+) -> None:
     """Writes the options that a continued run was given to `config.json`, for other commands.
 
-    Those that its parameters depend on, and other text, are added to its history.
+    Those that its parameters depend on, and `fingerprints` of other text, by split, are added to
+    its history.
     """
     stored, history = read_config(workdir), changes.read(workdir)
     known = _with_corpora(workdir, data_file.read(workdir))
-    texts = {split: [corpus.fingerprint for corpus in parts] for split, parts in corpora.items()}
     entry = {
         "step": max(step_folders.steps_in(step_folders.folder_of(workdir)), default=0),
         "options": configuration.changes(stored, experiment),
-        "corpora": {split: own for split, own in texts.items() if own != known.get(split, [])},
+        "corpora": {
+            split: own for split, own in fingerprints.items() if own != known.get(split, [])
+        },
     }
     added = [entry] if entry["options"] or entry["corpora"] else []
     if experiment != stored or added:
@@ -333,9 +304,17 @@ def update_config(workdir: Path, experiment: ExperimentConfig, corpora: Corpora)
         atomic.write_text(workdir / layout.CONFIG, text)
 
 
-def fingerprints(tokenizers: Tokenizers) -> dict[str, str]:
-    """Returns the fingerprints of the vocabularies of both sides."""
-    return {
-        "source": tokenizers.source.fingerprint,
-        "target": tokenizers.target.fingerprint,
-    }
+_SHARED_SECONDS = 60
+"""How long a file system may take to show other hosts what one of them has written: that of NFS."""
+
+
+def require_shared(workdir: Path) -> None:
+    """Checks that a process other than the first sees the run folder that the first has written."""
+    end = time.monotonic() + _SHARED_SECONDS
+    while not (workdir / layout.CONFIG).exists():
+        if time.monotonic() > end:
+            raise UserError(
+                f"--workdir={workdir}: process {jax.process_index()} does not see what process 0 "
+                "has written there: give a folder on a file system that all processes share"
+            )
+        time.sleep(0.5)

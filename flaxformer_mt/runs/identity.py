@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import hashlib
 import inspect
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,9 @@ import jax
 import numpy as np
 
 _MOST_NAMED = 5
+OPTIMIZER = "optimizer"
+"""What the names of an optimizer's functions and constants begin with."""
+_OPTIMIZER_FIELDS = ("init", "update")
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -49,8 +53,47 @@ def of_optimizer(update: Any) -> dict[str, Any]:
     is not part, and neither are global variables that they use.
     """
     found: dict[str, Any] = {}
-    _describe(update, "optimizer", found, frozenset())
+    _describe(update, OPTIMIZER, found, frozenset())
     return found
+
+
+def of_step(update: Any) -> dict[str, Any]:
+    """Returns `of_optimizer` of the optimizers that a step's function uses, by their variables.
+
+    They are variables of the enclosing functions, or global ones. Empty if there are none.
+    """
+    found = {}
+    codes = [update.__code__] if inspect.isfunction(update) else []
+    names = set()
+    for code in codes:
+        names |= {*code.co_names, *code.co_freevars}
+        codes += [each for each in code.co_consts if inspect.iscode(each)]
+    if codes:
+        cells = zip(codes[0].co_freevars, update.__closure__ or (), strict=True)
+        variables = update.__globals__ | {name: cell.cell_contents for name, cell in cells}
+        for name in sorted(names & variables.keys()):
+            if getattr(variables[name], "_fields", None) == _OPTIMIZER_FIELDS:
+                found[name] = variables[name].update
+    result: dict[str, Any] = {}
+    for name, each in found.items():
+        _describe(
+            each, OPTIMIZER if len(found) == 1 else f"{OPTIMIZER}/{name}", result, frozenset()
+        )
+    return result
+
+
+open_checkpoints: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The `Checkpoints` of this process that are not closed."""
+
+
+def compare_step(update: Any) -> None:
+    """Compares the optimizer of a step that begins with that of the one open `Checkpoints`.
+
+    Raises:
+      UserError: a checkpoint was restored that was begun with another optimizer.
+    """
+    if len(open_checkpoints) == 1:
+        next(iter(open_checkpoints)).compare_optimizer(of_step(update))
 
 
 def _describe(value: Any, name: str, found: dict[str, Any], outer: frozenset[int]) -> None:
@@ -76,7 +119,7 @@ def _describe(value: Any, name: str, found: dict[str, Any], outer: frozenset[int
             (only,) = members.values()
             _describe(only, name, found, outer)
             members = {}
-    elif getattr(value, "_fields", None) == ("init", "update"):  # What optax calls an optimizer.
+    elif getattr(value, "_fields", None) == _OPTIMIZER_FIELDS:
         _describe(value.update, name, found, outer)
     elif isinstance(value, Mapping):
         members = value

@@ -19,11 +19,12 @@ from flax import linen as nn
 from jax import Array, lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from flaxformer_mt.config import ExperimentConfig, ParallelConfig
+from flaxformer_mt.config import ParallelConfig
 from flaxformer_mt.data.stream.batches import Batch
-from flaxformer_mt.data.stream.placement import place_batch, row_sharding, row_shards
-from flaxformer_mt.errors import UserError
+from flaxformer_mt.data.stream.placement import place_batch, row_sharding
+from flaxformer_mt.errors import UserError, prefixed
 from flaxformer_mt.runs import buffers
+from flaxformer_mt.runs.identity import compare_step
 from flaxformer_mt.training.sharding import (
     ACTIVATION_RULES,
     AXES,
@@ -124,7 +125,7 @@ class CompiledStep:
     `step` maps (state, batch) to anything, and `transform` (step, state) to the jitted step, for
     states like this one, concrete or abstract. `max_shapes` is the number of batch shapes that are
     allowed (0 = any), and `frozen` are further arguments, the same in every call. `donates` tells
-    whether the step writes over the state.
+    whether the step writes over the state. `before_first` is called before the first step.
     """
 
     def __init__(
@@ -134,6 +135,7 @@ class CompiledStep:
         max_shapes: int = 0,
         frozen: tuple[Any, ...] = (),
         donates: bool = False,
+        before_first: Callable[[], object] = lambda: None,
     ) -> None:
         self.batch_shapes: list[str] = []
         """The shapes for which the step was compiled, in their order."""
@@ -144,6 +146,7 @@ class CompiledStep:
         self._max_shapes = max_shapes
         self._frozen = frozen
         self._donates = donates
+        self._before_first: Callable[[], object] | None = before_first
         self._known: set[Any] = set()
         """The structures of the states whose buffers were compared."""
         self._is_compiling = False
@@ -156,6 +159,9 @@ class CompiledStep:
         So the devices always have work, and at most two steps are in flight: many would need the
         memory of as many batches, and on simulated devices their collectives may never end.
         """
+        if self._before_first:
+            self._before_first()
+            self._before_first = None
         if self._donates:
             self._require_own_buffers(state, batch)
         result = self._for(state)(state, batch, *self._frozen)
@@ -249,7 +255,8 @@ def compile_step(
     Raises:
       UserError: at the first call: the state has no number of the step, the new state is of another
         kind than the old one, or an array of the state is in memory that has a second name, in the
-        state, in the batch or in `frozen`.
+        state, in the batch or in `frozen`; or a restored checkpoint was begun with another
+        optimizer than the one that `update` uses.
     """
     everywhere = NamedSharding(mesh, PartitionSpec())
     arguments = () if frozen is None else (_placed(frozen, mesh, rules),)
@@ -268,7 +275,9 @@ def compile_step(
             donate_argnums=0,
         )
 
-    return CompiledStep(step, transform, max_shapes, arguments, donates=True)
+    # A checkpoint that was restored knows the optimizer with which it was begun.
+    before_first = functools.partial(compare_step, update)
+    return CompiledStep(step, transform, max_shapes, arguments, True, before_first)
 
 
 def step_key(state: Any, seed: int) -> Array:
@@ -411,60 +420,11 @@ class RunDevices:
         )
 
 
-def make_devices(config: ExperimentConfig) -> RunDevices:
-    """Arranges the devices of `config.parallel`.
-
-    Raises:
-      UserError: there are too few devices, the mesh axes do not divide their number, the rows of a
-        batch or the attention heads, or the strategy does not support several processes.
-    """
-    parallel, available = config.parallel, jax.devices()
-    processes, local, tensor = jax.process_count(), jax.local_device_count(), parallel.tensor
-    wanted = parallel.num_devices or len(available)
-    if wanted > len(available):
-        raise UserError(
-            f"parallel.num_devices={wanted}, but there are only {len(available)} "
-            f"({available[0].platform}): ask for fewer, or for 0, which means all"
-        )
-    if processes > 1 and wanted < len(available):
-        raise UserError(
-            f"parallel.num_devices={wanted}, but {processes} processes have "
-            f"{len(available)} devices, all of which have to be used: set it to 0"
-        )
-    if processes > 1 and parallel.strategy == "pmap":
-        raise UserError(
-            f"parallel.strategy=pmap is for one process, and there are {processes}: set "
-            "parallel.strategy=mesh"
-        )
-    if processes > 1 and local % tensor and tensor % local:
-        raise UserError(
-            f"parallel.tensor={tensor} does not fit processes of {local} devices: one has to be a "
-            "multiple of the other"
-        )
-    if wanted % (parallel.fsdp * parallel.tensor):
-        raise UserError(
-            f"{wanted} devices (parallel.num_devices) are not a multiple of parallel.fsdp="
-            f"{parallel.fsdp} times parallel.tensor={parallel.tensor}"
-        )
-    model = config.model
-    for option, heads in (("num_heads", model.num_heads), ("num_kv_heads", model.kv_heads)):
-        if heads % tensor:
-            raise UserError(
-                f"parallel.tensor={tensor} does not divide model.{option}={heads}: each device "
-                "computes whole attention heads"
-            )
-    run_devices = RunDevices.arrange(parallel, available[:wanted])
-    rows, row_length = config.rows_per_batch, config.data.row_lengths[1]
-    shards, parts = row_shards(run_devices.mesh), config.train.accumulation_steps
-    if rows % (shards * parts):  # Short buckets have a multiple of these rows.
-        raise UserError(
-            f"the {rows} rows of a batch (train.batch_tokens={config.train.batch_tokens} / "
-            f"{row_length} tokens of a target row) cannot be divided evenly among {shards} devices "
-            f"(parallel.num_devices / parallel.tensor) times {parts} parts "
-            f"(train.accumulation_steps): make train.batch_tokens a multiple of "
-            f"{shards * parts * row_length}"
-        )
-    return run_devices
+def make_devices(config: ParallelConfig) -> RunDevices:
+    """Arranges the first `num_devices` devices, or all; errors as of `make_mesh`."""
+    available = jax.devices()
+    with prefixed("parallel.num_devices: "):
+        return RunDevices.arrange(config, available[: config.num_devices or len(available)])
 
 
 def sum_over_devices(tree: Tree) -> Tree:

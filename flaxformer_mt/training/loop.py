@@ -12,15 +12,15 @@ import optax
 
 from flaxformer_mt.config import TrainConfig
 from flaxformer_mt.data.stream.batches import Batch, DataPosition
-from flaxformer_mt.data.stream.prefetch import Prefetched
+from flaxformer_mt.data.stream.training_stream import Prefetched
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interruption import Interrupted
 from flaxformer_mt.objectives.cross_entropy import Metrics
-from flaxformer_mt.runs.changes import SPLIT
 from flaxformer_mt.runs.checkpoint import Checkpoints
 from flaxformer_mt.runs.layout import PROFILE
 from flaxformer_mt.runs.step_folders import ranking_score
 from flaxformer_mt.training.devices import CompiledStep
+from flaxformer_mt.training.hooks import StepInfo
 from flaxformer_mt.training.parameters import Params
 from flaxformer_mt.training.reporting.metrics import MetricValues, Writer, measurements
 from flaxformer_mt.training.reporting.profile import Profile
@@ -30,6 +30,7 @@ from flaxformer_mt.training.state import TrainState
 
 def train(
     state: TrainState,
+    progress: Progress,
     *,
     train_step: CompiledStep,
     stream: Callable[[DataPosition], Prefetched[Batch]],
@@ -39,17 +40,14 @@ def train(
     writers: Sequence[Writer],
     config: TrainConfig,
     devices: Sequence[jax.Device],
-    should_stop: Callable[[int], bool] = lambda step: False,
-    announce: Callable[[str], None] = print,
-    on_step: Callable[[int, Metrics], None] = lambda step, metrics: None,
-    adapt: Callable[[TrainState, Progress], tuple[TrainState, Progress]] = lambda *each: each,
-    changes: Sequence[tuple[int, MetricValues]] = (),
+    hooks: Callable[[StepInfo], bool],
 ) -> TrainState:
-    """Trains up to `config.num_steps`, from the newest checkpoint if there is one.
+    """Trains up to `config.num_steps`, and saves.
 
     Args:
-      state: the initial state, placed by the strategy that compiled `train_step`; donated. If there
-        is a checkpoint, only its shapes, dtypes and shardings are used.
+      state: initial, or of the newest checkpoint; placed by the strategy that compiled
+        `train_step`; donated.
+      progress: of that checkpoint, or `Progress()`; it is advanced in place.
       train_step: (state, batch) -> (state, metrics).
       stream: from a position in the data to an iterator of placed batches.
       evaluate: (params, step) -> metrics of the validation corpus; called every
@@ -62,72 +60,60 @@ def train(
         metrics of each validation. Speed is that of the steps only; the first includes compilation.
       config: number of steps, intervals, and early stopping.
       devices: all devices that compute a step, for reporting.
-      should_stop: called with the step after each step; returns whether to save and stop.
-      announce: called with each line of other news for the user.
-      on_step: called with the number and the metrics, on the host, of each step when it is
-        finished, which is after the next one was dispatched.
-      adapt: called with the state and the progress of the checkpoint; returns those to go on with.
-      changes: steps after which options were changed, and what the writers receive about it.
+      hooks: called after each step, see `StepInfo`; the run is saved and stops if it returns True.
 
     Raises:
-      Interrupted: `should_stop` returned True; a checkpoint was written.
+      Interrupted: `hooks` returned True; a checkpoint was written.
       UserError: loss, gradient or update of too many steps in a row was not finite, and the run is
         back at its newest checkpoint; or a checkpoint cannot be written.
     """
-    progress = Progress()
-    if checkpointer.latest_step() is not None:
-        state, saved = checkpointer.restore(state)
-        state, progress = adapt(state, Progress.from_json(saved))
     first, last = int(state.step), config.num_steps
+    written: dict[str, MetricValues] = {}
 
-    with contextlib.ExitStack() as stack:
+    def write(step: int, split: str, values: MetricValues, is_best: bool = False) -> None:
+        written[split] = values
         for writer in writers:
-            stack.callback(writer.close)
-            writer.rewind(first)
+            writer.write(step, split, values, is_best)
 
-        def write(step: int, split: str, values: MetricValues, is_best: bool = False) -> None:
-            for writer in writers:
-                writer.write(step, split, values, is_best)
+    def write_training(step: int) -> None:
+        started.wait()
+        interval, progress.interval = progress.interval, Interval()
+        totals = {name: int(interval.metrics[name][0]) for name in _TOTALS}
+        values = {
+            **interval.means(),
+            **totals,
+            **measurements(interval, devices),
+            # Skipped steps do not advance the schedule.
+            "learning_rate": float(schedule(step - 1 - progress.skipped)),
+            "compilations": len(progress.batch_shapes),
+        }
+        write(step, "train", values)
 
-        for step, values in changes:
-            write(step, SPLIT, values)
+    def validate(step: int) -> tuple[MetricValues, bool]:
+        validation = evaluate(state.eval_params, step)
+        is_best = _record_validation(progress, validation, config)
+        write(step, "valid", validation, is_best)
+        return validation, is_best
 
-        def write_training(step: int) -> None:
-            started.wait()
-            interval, progress.interval = progress.interval, Interval()
-            totals = {name: int(interval.metrics[name][0]) for name in _TOTALS}
-            values = {
-                **interval.means(),
-                **totals,
-                **measurements(interval, devices),
-                # Skipped steps do not advance the schedule.
-                "learning_rate": float(schedule(step - 1 - progress.skipped)),
-                "compilations": len(progress.batch_shapes),
-            }
-            write(step, "train", values)
+    if progress.validation_is_due:
+        progress.validation_is_due = False
+        repeated, _ = validate(first)
+        checkpointer.save(first, state, progress.to_json(), repeated)
+    if first >= last or early_stop(progress, config):
+        checkpointer.wait()
+        return state
 
-        def validate(step: int) -> tuple[MetricValues, bool]:
-            validation = evaluate(state.eval_params, step)
-            is_best = _record_validation(progress, validation, config)
-            write(step, "valid", validation, is_best)
-            return validation, is_best
-
-        if progress.validation_is_due:
-            progress.validation_is_due = False
-            repeated, _ = validate(first)
-            checkpointer.save(first, state, progress.to_json(), repeated)
-        if first >= last or _is_patience_over(progress, config, announce):
-            checkpointer.wait()
-            return state
-
-        batches = stack.enter_context(stream(progress.position))
+    wanted = config.profiled_steps if jax.process_index() == 0 else range(0)
+    profiled = range(max(wanted.start, first + 1), min(wanted.stop, last + 1))
+    is_due = False
+    with (
+        stream(progress.position) as batches,
+        Profile(profiled, checkpointer.run_folder / PROFILE) as profile,
+    ):
         give_up = functools.partial(_go_back, checkpointer, writers)
-        started = _StartedSteps(progress, batches, config.max_skipped_steps, give_up, on_step)
-        wanted = config.profiled_steps if jax.process_index() == 0 else range(0)
-        profiled = range(max(wanted.start, first + 1), min(wanted.stop, last + 1))
-        profile = stack.enter_context(Profile(profiled, checkpointer.run_folder / PROFILE))
-        is_due = False
+        started = _StartedSteps(progress, batches, config.max_skipped_steps, give_up)
         for step in range(first + 1, last + 1):
+            written.clear()
             with profile.of(step, started.paused):
                 batch, progress.position = next(batches)
                 state, metrics = train_step(state, batch)
@@ -153,11 +139,11 @@ def train(
                             checkpointer.wait()
                         raise
                 keeps_best = is_best and config.keep_best > 0
-                stops_early = _is_patience_over(progress, config, announce)
+                stops_early = bool(early_stop(progress, config))
                 if stops_early and not is_logged:
                     write_training(step)
 
-            is_interrupted = should_stop(step)
+            is_interrupted = hooks(StepInfo(step, state, metrics, {**written}, step == last))
             is_needed = keeps_best or stops_early or is_interrupted or step == last
             is_due = is_due or _is_due(step, config.checkpoint_every, last)
             if is_needed or is_due:
@@ -197,16 +183,15 @@ def _record_validation(progress: Progress, validation: MetricValues, config: Tra
     return progress.best.validations_since == 0
 
 
-def _is_patience_over(
-    progress: Progress, config: TrainConfig, announce: Callable[[str], None]
-) -> bool:
-    is_over = 0 < config.early_stopping_patience <= progress.stopping.validations_since
-    if is_over:
-        announce(
-            f"stopped early: {config.early_stopping_metric} has not improved in "
-            f"{progress.stopping.validations_since} validations (train.early_stopping_patience)"
-        )
-    return is_over
+def early_stop(progress: Progress, config: TrainConfig) -> str:
+    """Returns why a run stops before its last step; "" if it goes on."""
+    since = progress.stopping.validations_since
+    if not 0 < config.early_stopping_patience <= since:
+        return ""
+    return (
+        f"stopped early: {config.early_stopping_metric} has not improved in {since} validations "
+        "(train.early_stopping_patience)"
+    )
 
 
 def _go_back(
@@ -251,7 +236,6 @@ class _StartedSteps:
     batches: Prefetched[Batch]
     max_skipped: int
     give_up: Callable[[int, Sequence[str]], NoReturn]
-    on_step: Callable[[int, Metrics], None]
     running: tuple[int, Metrics] | None = None
     waited_before: float = 0.0
     clock: float = dataclasses.field(default_factory=time.perf_counter)
@@ -274,7 +258,6 @@ class _StartedSteps:
         interval.seconds += now - self.clock
         interval.seconds_waited += self.batches.seconds_waited - self.waited_before
         self.clock, self.waited_before = now, self.batches.seconds_waited
-        self.on_step(step, metrics)
 
         if not metrics[_SKIPPED][0]:
             self.progress.skipped_in_a_row.clear()

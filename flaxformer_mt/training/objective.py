@@ -64,12 +64,3 @@ def name_of(objective: UserObjective) -> str:
         )
     values = ", ".join(f"{option}={value!r}" for option, value in sorted(options.items()))
     return f"{name}({values})" if options else name
-
-
-def require_objective(config: TrainConfig, given: UserObjective | None) -> None:
-    """Raises `UserError` if the configuration names a function, which was not given."""
-    if given is None and config.objective != CROSS_ENTROPY:
-        raise UserError(
-            f"train.objective={config.objective} is the name of a function: start and continue the "
-            "run from Python, with flaxformer_mt.train(config, workdir, objective=FUNCTION)"
-        )

@@ -2,7 +2,7 @@ import pytest
 
 from flaxformer_mt.config import DataConfig
 from flaxformer_mt.data.corpora.corpus import load_corpus, open_corpora
-from flaxformer_mt.data.corpora.entities import EntityCounter, unescaped
+from flaxformer_mt.data.corpora.entities import pairs_with_entities, unescaped, warn_of_entities
 
 
 @pytest.mark.parametrize(
@@ -29,9 +29,7 @@ def test_text_is_unescaped_by_an_option_and_warned_of_otherwise(tmp_path, caplog
     assert given.fingerprint != other.fingerprint
     for corpus in (other, given):
         assert not caplog.messages
-        entities = EntityCounter()
-        entities.add(corpus.pairs())
-        entities.warn("a")
+        warn_of_entities("a", pairs_with_entities(corpus.pairs()))
     assert caplog.messages == [
         f"a: 2 pairs have HTML entities, such as &quot;, the first at {file}, line 2; {file}, "
         "line 3: data.unescape_html=True replaces them by their characters"

@@ -11,11 +11,10 @@ from flaxformer_mt.data.corpora import hold_out
 from flaxformer_mt.data.corpora.comparison import comparable as all_comparable
 from flaxformer_mt.data.corpora.filters import PairFilter
 from flaxformer_mt.data.dataset import open_all, open_dataset
+from flaxformer_mt.data.run_text import RunText
 from flaxformer_mt.data.sanity_checks import check_not_blank
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.runs import data_file
-from flaxformer_mt.runs.folder import write_run
 
 ROLES = ("valid", "test")
 
@@ -224,8 +223,7 @@ def test_reports_add_up_to_the_lines_of_the_text(tmp_path):
         "160 of 200 pairs to train on; 0 held out for valid; 0 held out for test; 40 left out, "
         "with the source or the target of a held-out pair"
     ) in lines
-    write_run(tmp_path / "run", config, corpora, tokenizers)
-    assert data_file.read(tmp_path / "run")["hold_out"] == {
+    assert RunText(config, tmp_path / "cache").division() == {
         "lines": 407, "valid": 20, "test": 20, "train": 327, "left_out": 40,
     }  # fmt: skip
 

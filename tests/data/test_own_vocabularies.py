@@ -14,8 +14,9 @@ from flaxformer_mt.config import DataConfig, ExperimentConfig, TrainConfig, Tran
 from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.experiment.preparation import prepare
-from flaxformer_mt.runs.folder import holds_run, read_config
+from flaxformer_mt.experiment import prepare
+from flaxformer_mt.experiment.checks import check_same_run
+from flaxformer_mt.runs.folder import read_config
 
 ENGLISH = ["the dog runs home", "a small cat sees the old house", "dogs and cats", "new trees"] * 5
 GERMAN = ["der hund rennt heim", "eine kleine katze sieht das haus", "hunde und katzen", "wald"] * 5
@@ -119,11 +120,11 @@ def test_a_model_of_spm_train_of_any_name(tmp_path, corpus, name):
     prepared = prepare(config, run)
     assert ids(prepared.config.model) == ids(read_config(run).model) == (-1, 1, 2)
     assert (run / "tokenizer/joint.model").read_bytes() == trained()
-    assert holds_run(run, config)
+    check_same_run(run, config)
     assert ids(prepare(config, run).config.model) == (-1, 1, 2)
     other = dataclasses.replace(config, model=dataclasses.replace(config.model, eos_id=3))
     with pytest.raises(UserError, match=r"model\.eos_id: 2 in the run, 3 now"):
-        holds_run(run, other)
+        check_same_run(run, other)
 
 
 @pytest.mark.slow

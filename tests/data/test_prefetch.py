@@ -5,7 +5,7 @@ import time
 import pytest
 
 from flaxformer_mt.data.stream.batches import DataPosition
-from flaxformer_mt.data.stream.prefetch import Prefetched
+from flaxformer_mt.data.stream.training_stream import Prefetched
 
 
 def count(position):

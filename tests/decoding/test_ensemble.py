@@ -16,7 +16,7 @@ from flaxformer_mt.decoding.batching.search_programs import (
 from flaxformer_mt.decoding.search.state import StepOutput, gather_hypotheses
 from flaxformer_mt.decoding.translator import require_same_vocabularies
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.runs.trained_model import TrainedModel
+from flaxformer_mt.trained_model import TrainedModel
 
 B, W, S, V = 2, 3, 4, 5
 TOKENS, POSITIONS = jnp.zeros((B, W), jnp.int32), jnp.zeros(B, jnp.int32)

@@ -25,7 +25,7 @@ from flaxformer_mt.decoding.batching.continuous_batching import ContinuousBatche
 from flaxformer_mt.interop.convert import OWN, convert
 from flaxformer_mt.interop.formats import generation_config
 from flaxformer_mt.model.transformer import Transformer
-from flaxformer_mt.runs.trained_model import load_run
+from flaxformer_mt.trained_model import load_run
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flaxformer_mt.decoding.shortlists.lexicon import MIN_PROBABILITY, learn, write_table
-from flaxformer_mt.decoding.shortlists.shortlist import Shortlist
+from flaxformer_mt.decoding.shortlist import MIN_PROBABILITY, Shortlist, learn, write_table
 
 sentences = st.lists(st.integers(0, 4), max_size=4)
 corpora = st.lists(st.tuples(sentences, sentences), min_size=1, max_size=5)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flaxformer_mt.decoding.shortlists.shortlist import Shortlist, best_translations
+from flaxformer_mt.decoding.shortlist import Shortlist, best_translations
 from flaxformer_mt.errors import UserError
 
 

@@ -30,7 +30,7 @@ from flaxformer_mt.interop.formats import generation_config, huggingface
 from flaxformer_mt.interop.formats.bundle import ModelBundle
 from flaxformer_mt.model.functional import parameter_shapes
 from flaxformer_mt.model.transformer import Transformer
-from flaxformer_mt.runs.trained_model import load_run
+from flaxformer_mt.trained_model import load_run
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

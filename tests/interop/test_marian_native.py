@@ -22,7 +22,7 @@ from flaxformer_mt.interop.families.marian_native import options as options_of
 from flaxformer_mt.interop.formats import marian_files, marian_folder
 from flaxformer_mt.interop.weight_maps import checkpoints, mapping, validation
 from flaxformer_mt.model.transformer import Transformer
-from flaxformer_mt.runs.trained_model import load_run
+from flaxformer_mt.trained_model import load_run
 
 D, F, H, V = 8, 12, 2, 40
 TEXTS = ["one two three four five six", "seven eight nine ten eleven", "eins zwei drei vier"] * 9

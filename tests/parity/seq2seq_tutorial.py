@@ -20,7 +20,7 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.interop import Family
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
 from flaxformer_mt.interop.weight_maps.rules import TensorRule, embeddings, linear, norm, same
-from flaxformer_mt.parity.trace import Tap, for_layers, softmax_input, softmax_output
+from flaxformer_mt.parity.trace.module_values import Tap, for_layers, softmax_input, softmax_output
 
 ENCODER = "encoder.layers.{layer}"
 DECODER = "decoder.layers.{layer}"

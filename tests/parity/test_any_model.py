@@ -16,7 +16,8 @@ from module_changes import with_forward, with_values
 from flaxformer_mt import parity
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.weight_maps.rules import linear, same, transposed
-from flaxformer_mt.parity.any_model import program_values, structural_causes
+from flaxformer_mt.parity.causes import structure
+from flaxformer_mt.parity.program import differences
 
 
 def test_values_and_gradients_agree():
@@ -45,7 +46,7 @@ def test_the_first_difference_is_found():
     ],
 )
 def test_what_reading_another_value_is_called(site, ours, other, later, cause):
-    assert structural_causes.cause_of_reading(site, ours, other, later) == cause
+    assert structure.cause_of_reading(site, ours, other, later) == cause
 
 
 LINEAR = {"layer": {"kernel": np.zeros((4, 6)), "bias": np.zeros(6)}}
@@ -412,10 +413,10 @@ def test_values_that_are_no_real_numbers_stop_no_diagnosis(theirs, ours):
 @pytest.mark.slow
 def test_a_cause_that_fails_is_reported_and_hides_no_other(monkeypatch):
     def broken(segment):
-        yield from structural_causes.left_out(segment)
+        yield from structure.left_out(segment)
         raise NotImplementedError("no kernel\nfor 'Long'")
 
-    monkeypatch.setattr(program_values, "CAUSES", [broken, *program_values.CAUSES])
+    monkeypatch.setattr(differences, "CAUSES", [broken, *differences.CAUSES])
     report = CLASSIFIER.compare(with_values("layers.1.norm_2", eps=1e-3))
     assert [each.diagnosis.cause for each in report.findings] == ["norm epsilon"]
     (note,) = report.notes

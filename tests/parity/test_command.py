@@ -13,8 +13,8 @@ from test_report import agreeing, diagnosed, refuse_constant, training
 from toy_references import VARIANTS
 
 from flaxformer_mt.cli import main
-from flaxformer_mt.parity import published
-from flaxformer_mt.parity.families import random_reference
+from flaxformer_mt.parity.families import published
+from flaxformer_mt.parity.families.check import random_reference
 from flaxformer_mt.parity.reports import family_summary
 from flaxformer_mt.parity.reports.family_summary import (
     BEGIN,

@@ -13,9 +13,9 @@ from toy_references import ALL, ONE_OF_EACH, VARIANTS, Variant, others_are_slow
 from flaxformer_mt import interop, parity
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.parity import references
-from flaxformer_mt.parity.recipes import recipe
-from flaxformer_mt.parity.tokens import as_tokens
-from flaxformer_mt.parity.trace import sites
+from flaxformer_mt.parity.families.recipes import recipe
+from flaxformer_mt.parity.families.tokens import as_tokens
+from flaxformer_mt.parity.trace.sites import sites
 from flaxformer_mt.presets import FAMILIES, preset
 
 BASE = {"source_vocab_size": 4000, "target_vocab_size": 4000, "d_ff": 2048}

@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 from any_models import CLASSIFIER, GPT2, MIXER
 from module_changes import all_of, borrowed, dropped, with_forward, with_output, with_values
-from test_mutations import FIRST_NORM, LAST_ATTENTION, compared
 from torch import nn
 
 
@@ -238,69 +237,3 @@ def test_two_faults(model, first, second):
     report = pair.compare(all_of(faults[first][0], faults[second][0]))
     found = {each.site: each.diagnosis and each.diagnosis.cause for each in report.findings}
     assert found == {site: cause for _, site, cause in (faults[first], faults[second])}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "change", "faults"),
-    [
-        (
-            "annotated",
-            all_of(with_values(FIRST_NORM, eps=1e-3), with_values(LAST_ATTENTION, d_k=1)),
-            {
-                "encoder/layers/0/self_attention_norm": "norm epsilon",
-                "decoder/layers/1/self_attention/scores": "attention scale",
-            },
-        ),
-        (
-            "annotated",
-            all_of(
-                with_values("src_embed.0", d_model=1),
-                with_output("generator.proj", without_bias),
-            ),
-            {"source/embedding": "embedding scale", "logits": "bias missing"},
-        ),
-        pytest.param(
-            "jadore801120",
-            all_of(with_values("encoder.layer_norm", eps=1e-5), with_values("", logit_scale=1.0)),
-            {"encoder/embedding_norm": "norm epsilon", "logits": "logit scale"},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "torch",
-            all_of(
-                with_values("transformer.encoder.layers.0.norm1", eps=1e-3),
-                with_values("transformer.decoder.layers.1", activation=F.silu),
-            ),
-            {
-                "encoder/layers/0/self_attention_norm": "norm epsilon",
-                "decoder/layers/1/feed_forward/activated": "activation",
-            },
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "t5",
-            all_of(
-                with_values("encoder.block.0.layer.0.layer_norm", variance_epsilon=1e-3),
-                with_output("lm_head", lambda self, y, x: 4 * y),
-            ),
-            {"encoder/layers/0/self_attention_norm": "norm epsilon", "logits": "logit scale"},
-            marks=pytest.mark.slow,
-        ),
-        (
-            "opennmt_t5",
-            all_of(
-                with_values("encoder.transformer.0.self_attn", position_kind="none"),
-                with_values("decoder.layer_norm", eps=1e-3),
-            ),
-            {
-                "encoder/layers/0/self_attention/scores": "position bias missing",
-                "decoder/final_norm": "norm epsilon",
-            },
-        ),
-    ],
-)
-def test_two_faults_of_a_family(family, change, faults):
-    report = compared(family, change)
-    found = {each.site: each.diagnosis and each.diagnosis.cause for each in report.findings}
-    assert found == faults

@@ -18,9 +18,7 @@ from module_changes import (
     Change,
     all_of,
     attention,
-    changed_weight,
-    feed_forward_first,
-    memory_of_layer,
+    dropped,
     positions,
     with_forward,
     with_output,
@@ -29,31 +27,25 @@ from module_changes import (
 from mutations import (
     ANNOTATED,
     CASES,
-    DECODER,
     ENCODER,
+    EVERY_CASE,
     FAMILIES,
     FIRST_ATTENTION,
     FIRST_NORM,
     IN_DECODER,
     IN_ENCODER,
     LAST_ATTENTION,
-    OPENNMT_ENCODER,
 )
+from test_mutants_of_any_model import MODELS
+from test_thirty_faults import FAULTS
 from torch import nn
 
 from flaxformer_mt import interop, parity
 from flaxformer_mt.parity import references
-from flaxformer_mt.parity.diagnosis import first_cause
-from flaxformer_mt.parity.diagnosis.causes.registry import (
-    CAUSES,
-    Candidate,
-    SuspectSite,
-    candidates,
-)
-from flaxformer_mt.parity.diagnosis.inputs import DiagnosisInputs
-from flaxformer_mt.parity.diagnosis.operations import Given, Softmax
-from flaxformer_mt.parity.diagnosis.site_operations import operation
-from flaxformer_mt.parity.recipes import recipe
+from flaxformer_mt.parity.causes.losses import another_loss
+from flaxformer_mt.parity.families.recipes import recipe
+from flaxformer_mt.parity.program import differences
+from flaxformer_mt.parity.program.diagnosis import most_specific
 from flaxformer_mt.parity.references import losses
 from flaxformer_mt.parity.references.common import not_future
 
@@ -76,10 +68,14 @@ def compared(family: str, change: Change = lambda module: None, **options: Any) 
     return parity.compare(variant.weight_map, module, batch, **variant.hints, **options)
 
 
-def check(report: parity.Report, site: str, cause: str, says: str = "") -> None:
+def check(report: parity.Report, site: str, cause: str | None, says: str = "") -> None:
     """The first difference is at the site, and has that name."""
     assert report.first_divergence is not None
     assert report.first_divergence.site == site
+    assert not [note for note in report.notes if "not tested" in note]
+    if cause is None:
+        assert report.diagnosis is None
+        return
     assert report.diagnosis is not None
     assert report.diagnosis.cause == cause, report.diagnosis
     assert re.search(says, report.diagnosis.explanation), report.diagnosis
@@ -129,6 +125,18 @@ def test_a_positional_encoding_in_place_of_the_feed_forward_network():
     change = with_forward(f"{ENCODER}.feed_forward", positions())
     report = compared("annotated", change, taps=taps)
     check(report, f"{network}/output", "feed-forward replaced", "a positional encoding")
+
+
+@pytest.mark.slow
+def test_dropout_of_attention_weights():
+    """With no more keys than features of a head, their context tells the weights."""
+    config, _ = interop.load(
+        "annotated", FAMILIES["annotated"].build("float64").state_dict(), num_heads=4
+    )
+    batch = parity.example(config, rows=6, source_length=4)
+    change = with_forward(FIRST_ATTENTION, attention(between=lambda w: dropped(nn.Identity(), w)))
+    report = compared("annotated", change, batch=batch)
+    check(report, f"{IN_ENCODER}/self_attention/context", "dropout", "at a rate of 0.25")
 
 
 def with_an_empty_source(tokens: parity.Tokens) -> parity.Tokens:
@@ -190,6 +198,9 @@ def test_a_mask_that_ignores_padding_of_the_target():
     check(report, "decoder/layers/0/self_attention/scores", "missing padding mask")
 
 
+# Losses
+
+
 @pytest.mark.slow
 def test_a_loss_in_bits():
     def in_bits(logits, targets, smoothing, pad_id):
@@ -200,11 +211,72 @@ def test_a_loss_in_bits():
     check(compared("jadore801120", recipe=theirs), "loss", "logarithm base", "to the base 2, ours")
 
 
-@pytest.mark.slow
-def test_another_label_smoothing():
-    theirs = dataclasses.replace(recipe("jadore801120"), loss=losses.torch_cross_entropy)
-    report = compared("jadore801120", recipe=theirs)
-    check(report, "loss", "label-smoothing convention", "uniform in place of others")
+LOGITS = np.random.default_rng(0).normal(size=(3, 4, 11))
+TARGET_INPUT = np.array([[1, 4, 9, 3], [1, 6, 0, 0], [1, 3, 7, 0]])
+TARGETS = np.array([[4, 9, 3, 2], [6, 2, 0, 0], [3, 7, 2, 0]])
+
+
+def sums_of(family: str, smoothing: float = 0.1, pad_id: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """The published loss of each sentence, and its number of tokens."""
+    pairs = [
+        losses.LOSSES[family](torch.tensor(z), torch.tensor(y), smoothing, pad_id)
+        for z, y in zip(LOGITS, TARGETS, strict=True)
+    ]
+    sums, counts = np.array([[float(loss), float(count)] for loss, count in pairs]).T
+    return sums, counts
+
+
+def mean(sums: np.ndarray, counts: np.ndarray) -> float:
+    return sums.sum() / counts.sum()
+
+
+SUMS, COUNTS = sums_of("jadore801120")
+LOG_P = torch.tensor(LOGITS).log_softmax(-1).numpy()
+ONE_HOT = np.eye(11)[TARGET_INPUT]
+SHIFTED = -((0.9 * ONE_HOT + 0.01 * (1 - ONE_HOT)) * LOG_P).sum(-1)[TARGET_INPUT != 0].mean()
+
+
+LOSSES = [
+    (mean(*sums_of("torch")), "label-smoothing convention", "uniform in place of others"),
+    (mean(*sums_of("tunz")), "label-smoothing convention", "others_kl"),
+    (mean(*sums_of("annotated")), "label-smoothing convention", "non_pad_kl"),
+    (mean(*sums_of("annotated_wide_heads")), "label-smoothing convention", "annotated_wide"),
+    (mean(*sums_of("fairseq", 0.0)), "smoothing amount", "0.0 in place of 0.1"),
+    (mean(*sums_of("jadore801120", pad_id=-100)), "padding in the loss", "padding counted"),
+    (SUMS.sum(), "loss reduction", "sum over tokens in"),
+    (SUMS.mean(), "loss reduction", "divided by sentences"),
+    ((SUMS / COUNTS).mean(), "loss reduction", "mean over sentences of their means"),
+    (SUMS.sum() / 12, "loss reduction", "divided by tokens and padding"),
+    (mean(SUMS, COUNTS) / math.log(10), "logarithm base", "to the base 10"),
+    (SHIFTED, "shifted targets", "instead of its targets"),
+    (3.14159265, None, ""),
+]
+
+
+@pytest.mark.parametrize(("loss", "cause", "says"), LOSSES)
+def test_another_loss(loss, cause, says):
+    settings = {"convention": "others", "smoothing": 0.1, "pad_id": 0}
+    found = most_specific(another_loss(LOGITS, TARGETS, TARGET_INPUT, loss, **settings), 1e-10)
+    assert (found and found.cause) == cause
+    assert says in (found.explanation if found else "")
+
+
+def test_fairseq_smooths_as_jadore801120():
+    np.testing.assert_allclose(sums_of("fairseq")[0], SUMS, rtol=1e-12)
+
+
+def test_positions_that_are_counted_over_real_tokens():
+    tokens = example("annotated")
+    moved = np.stack(
+        [
+            np.roll(row, len(row) - n)
+            for row, n in zip(tokens.source, (tokens.source != 0).sum(1), strict=True)
+        ]
+    )
+    counted = np.maximum((moved != 0).cumsum(axis=1) - 1, 0)
+    change = with_forward("src_embed.1", lambda self, x: x + self.pe[0, counted])
+    report = compared("annotated", change, batch=tokens._replace(source=moved))
+    check(report, "source/embedded", "position counting", "count real tokens only")
 
 
 # References with few taps
@@ -222,11 +294,7 @@ def layer_taps() -> dict[str, parity.Tap]:
     return {site: tap for site, tap in annotated_taps().items() if re.search(r"/\d$", site)}
 
 
-# Without a tap at the site itself, constants cannot be solved for.
-SOLVED = ("dropout", "mask value", "float32 scores", "float32 norm")
-
-
-INSIDE_A_LAYER = [m for m in ANNOTATED if IN_ENCODER in m.site and m.cause not in SOLVED]
+INSIDE_A_LAYER = [mutation for mutation in ANNOTATED if IN_ENCODER in mutation.site]
 
 
 @pytest.mark.slow
@@ -250,119 +318,25 @@ def test_the_same_mistake_in_every_norm_is_found_behind_all_of_them():
     check(report, IN_ENCODER, "norm epsilon", "epsilon 1e-05 .* ours 1e-06")
 
 
-# The documentation
+DOCS = (Path(__file__).parents[2] / "docs/parity.md").read_text("utf-8")
 
 
-DOCS = Path(__file__).parents[2] / "docs"
-
-
-def causes_of(inputs: DiagnosisInputs) -> set[str]:
-    """The names of all causes that are tested anywhere in a model."""
-    rng = np.random.default_rng(0)
-    found = set()
-    for name in [*inputs.ours, "loss"]:
-        ours = inputs.ours.get(name, np.asarray(inputs.loss))
-        # Some causes need a large difference, others that of rounding.
-        noisy, rounded = ours + rng.normal(size=ours.shape), np.float64(np.float32(ours))
-        for theirs in (noisy, rounded, inputs.theirs.get(name, ours)):
-            site = SuspectSite(inputs, name, theirs)
-            found |= {each.cause for each in candidates(operation(inputs, name), site)}
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_causes_in_the_docs_are_those_that_are_tested(monkeypatch):
-    captured = []
-
-    def capture(inputs):
-        captured.append(inputs)
-
-    monkeypatch.setattr(first_cause, "diagnose", capture)
-    parts = {
-        "annotated": "src_embed.0",
-        "jadore801120": "encoder.layer_norm",
-        "opennmt_rotary": OPENNMT_ENCODER + ".linear_keys",
-        "opennmt_alibi": OPENNMT_ENCODER + ".linear_keys",
-        "opennmt_t5": OPENNMT_ENCODER + ".linear_keys",
-        "opennmt_grouped": OPENNMT_ENCODER + ".linear_keys",
-    }
-    for family, part in parts.items():
-        compared(family, with_output(part, lambda self, y, *_: 2 * y))
-    assert len(captured) == len(parts)
-    tables = all_of(
-        lambda module: module.src_embed[1].pe.copy_(module.src_embed[1].pe.half()),
-        lambda module: module.tgt_embed[1].pe.copy_(module.tgt_embed[1].pe.bfloat16()),
-    )
-    for change in (
-        all_of(layers_in_order(0, 0, 1, 2), with_forward("encoder.layers.0", feed_forward_first)),
-        all_of(layers_in_order(2, 1, 0), memory_of_layer(None)),
-        tables,
-    ):
-        count = len(captured)
-        compared("annotated", change)
-        del captured[count + 1 :]
-    count = len(captured)
-    compared("annotated", batch=with_an_empty_source(example("annotated")))
-    del captured[count + 1 :]
-    tested = set().union(*map(causes_of, captured))
-    text = (DOCS / "parity.md").read_text("utf-8")
-    section = text[text.index("## Reading a diagnosis") : text.index("## float32 or float64")]
+def test_the_causes_of_mutations_are_documented():
+    section = DOCS[DOCS.index("## Reading a diagnosis") : DOCS.index("## float32 or float64")]
     table = [line for line in section.splitlines() if line.startswith("| ")]
     documented = set(re.findall(r"`([^`]+)`", "".join(table)))
-    assert documented <= tested
-    # Some causes are two at once.
-    assert [name for name in tested - documented if not {*name.split(" and ")} <= documented] == []
-
-
-# The order of layers
-
-
-def layers_in_order(*order: int) -> Change:
-    def forward(self, x, mask):
-        for index in order:
-            x = self.layers[index](x, mask)
-        return self.norm(x)
-
-    return with_forward("encoder", forward)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("change", "site", "cause"),
-    [
-        pytest.param(
-            layers_in_order(0, 1),
-            "encoder/layers/2/self_attention_norm",
-            "skipped layer",
-            marks=pytest.mark.slow,
-        ),
-        (layers_in_order(0, 2), "encoder/layers/1/self_attention_norm", "skipped layer"),
-        pytest.param(
-            with_forward("encoder.layers.1", lambda self, x, mask: x),
-            "encoder/layers/1/self_attention_norm",
-            "skipped layer",
-            marks=pytest.mark.slow,
-        ),
-        (layers_in_order(0, 0, 1, 2), "encoder/layers/1/self_attention_norm", "repeated layer"),
-        (layers_in_order(0, 2, 1), "encoder/layers/1/self_attention_norm", "layer order"),
-        (layers_in_order(2, 1, 0), "encoder/layers/0/self_attention_norm", "reversed layers"),
-        (
-            with_forward("encoder.layers.1", feed_forward_first),
-            "encoder/layers/1/self_attention_norm",
-            "sub-layer order",
-        ),
-        (memory_of_layer(None), "decoder/layers/0/cross_attention/key", "per-layer memory"),
-        (memory_of_layer(1), "decoder/layers/0/cross_attention/key", "memory of another layer"),
-    ],
-)
-def test_the_order_of_layers(change, site, cause):
-    report = compared("annotated", change)
-    assert report.first_divergence.site == site
-    assert report.findings[0].diagnosis.cause == cause
-    assert not report.untapped  # What never runs has a tap.
-    if "skipped" not in cause:
-        assert {each.diagnosis.cause for each in report.findings if each.diagnosis} == {cause}
+    found = {mutation.cause for _, mutation in EVERY_CASE}
+    found |= {cause for _, faults in MODELS.values() for _, _, cause in faults.values()}
+    found |= {cause for causes in FAULTS.values() for cause in causes.values()}
+    found |= {"feed-forward replaced", "query without any key"}
+    found |= {cause for _, cause, _ in LOSSES}
+    tested = {name for cause in found if cause for name in cause.split(" and ")}
+    assert tested <= documented
+    assert documented - tested == {
+        *("constant", "different positions", "extra causal mask", "extra padding mask"),
+        *("missing mask", "operand missing", "position bias scale", "residual added twice"),
+        *("slope sign", "sub-layer added twice"),
+    }
 
 
 def detached_statistics(self, x):
@@ -394,16 +368,6 @@ def test_detached_statistics_are_located(part, agrees, differs):
     assert note in " ".join(str(report).split())
 
 
-def test_a_relu_is_not_dropout():
-    change = with_output(f"{ENCODER}.feed_forward", lambda self, y, x: y.relu())
-    check(
-        compared("annotated", change),
-        f"{IN_ENCODER}/feed_forward_sum",
-        "activation added",
-        "applies relu",
-    )
-
-
 def test_both_faults_are_listed():
     report = compared(
         "annotated",
@@ -418,47 +382,14 @@ def test_both_faults_are_listed():
     assert "attention scale" in str(report)
 
 
-# Unknown causes
-
-
-@pytest.mark.parametrize(
-    ("part", "site"),
-    [
-        (f"{FIRST_ATTENTION}.linears.1", f"{IN_ENCODER}/self_attention/key"),
-        (f"{DECODER}.src_attn.linears.3", f"{IN_DECODER}/cross_attention/output"),
-        (f"{DECODER}.feed_forward.w_1", f"{IN_DECODER}/feed_forward/hidden"),
-        ("generator.proj", "logits"),
-    ],
-)
-def test_another_weight_is_found_where_it_is(part, site):
-    report = compared("annotated", with_output(part, changed_weight))
-    check(report, site, "different weights", r"0.01 at \[3, 5\]")
-
-
-@pytest.mark.parametrize(
-    ("part", "site"),
-    [
-        ("src_embed.0", "source/embedding"),
-        (FIRST_NORM, f"{IN_ENCODER}/self_attention_norm"),
-        (f"{DECODER}.self_attn.linears.0", f"{IN_DECODER}/self_attention/query"),
-        (f"{DECODER}.feed_forward.dropout", f"{IN_DECODER}/feed_forward/activated"),
-        (f"{DECODER}.sublayer.2", f"{IN_DECODER}/feed_forward_sum"),
-    ],
-)
-def test_what_is_no_known_cause_is_found_and_not_named(part, site):
-    report = compared("annotated", with_output(part, lambda self, y, *_: y + 0.1 * y.sin()))
-    assert report.first_divergence is not None
-    assert report.first_divergence.site == site
-    assert report.diagnosis is None
-
-
 def test_a_cause_of_ones_own(monkeypatch):
-    def weights_squared(softmax, site):
-        yield Candidate("squared", "the reference squares weights", Given(softmax.value() ** 2))
+    def weights_squared(segment):
+        words = "the reference squares weights"
+        yield segment.diagnosis("squared", words, segment.value**2)
 
     change = with_forward(FIRST_ATTENTION, attention(between=lambda weights: weights**2))
     site = f"{IN_ENCODER}/self_attention/weights"
     taps = annotated_taps() | {site: parity.Tap(FIRST_ATTENTION, op="bmm", call=1, side="input")}
     assert compared("annotated", change, taps=taps).diagnosis is None
-    monkeypatch.setitem(CAUSES, Softmax, [*CAUSES[Softmax], weights_squared])
+    monkeypatch.setattr(differences, "CAUSES", [*differences.CAUSES, weights_squared])
     check(compared("annotated", change, taps=taps), site, "squared")

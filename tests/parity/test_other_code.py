@@ -10,7 +10,7 @@ from toy_references import ALL, ONE_OF_EACH
 
 from flaxformer_mt import interop, parity
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.parity import published as published_files
+from flaxformer_mt.parity.families import published as published_files
 from flaxformer_mt.parity.references import double_projection, jadore801120
 
 

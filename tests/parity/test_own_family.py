@@ -10,7 +10,7 @@ from flaxformer_mt import interop
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop import checkpoint_files
 from flaxformer_mt.parity import references
-from flaxformer_mt.parity.compare_family import compare
+from flaxformer_mt.parity.families.compare import compare
 
 CONFIG = FAMILY.configuration(
     source_vocab_size=13, target_vocab_size=11, d_model=16, num_heads=4, d_ff=24,

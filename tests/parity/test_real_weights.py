@@ -28,7 +28,7 @@ from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop import Family, checkpoint_files
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.parity import references
-from flaxformer_mt.parity.compare_family import compare
+from flaxformer_mt.parity.families.compare import compare
 
 INPUTS = Path(__file__).parent / "real_inputs"
 SPECIAL_TOKENS = ["<unk>", "<pad>", "<bos>", "<eos>"]

@@ -12,7 +12,7 @@ import pytest
 
 from flaxformer_mt import parity
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.parity.diagnosis.inputs import Diagnosis
+from flaxformer_mt.parity.program.diagnosis import Diagnosis
 from flaxformer_mt.parity.reports.comparison import Finding, Row, Summary
 from flaxformer_mt.parity.reports.report import Report
 from flaxformer_mt.parity.trajectories import Curves, Trajectory

@@ -12,8 +12,8 @@ from toy_references import Variant, others_are_slow
 from flaxformer_mt import interop
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.parity import compare, example
-from flaxformer_mt.parity import published as checkpoints
-from flaxformer_mt.parity.families import check_family
+from flaxformer_mt.parity.families import published as checkpoints
+from flaxformer_mt.parity.families.check import check_family
 from flaxformer_mt.presets import preset
 
 with warnings.catch_warnings():

@@ -27,7 +27,7 @@ from flaxformer_mt.cli import training
 from flaxformer_mt.decoding.scoring.scorer import Scorer
 from flaxformer_mt.decoding.translator import Translator
 from flaxformer_mt.model.transformer import Transformer
-from flaxformer_mt.runs.trained_model import TrainedModel, load_run
+from flaxformer_mt.trained_model import TrainedModel, load_run
 
 pytestmark = pytest.mark.usefixtures("usual_optimizations")
 

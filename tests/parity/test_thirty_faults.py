@@ -175,12 +175,12 @@ def function(params, tokens, memory, real):
 
 # The cause by site of each fault; None: no known cause.
 FAULTS = {
-    "neighbors": {"scores": "rotary positions"},
+    "neighbors": {"scores": "rotation layout"},
     "offset": {},  # Only distances count.
     "frequencies": {"scores": None},
-    "other direction": {"scores": "rotary positions"},
-    "unrotated queries": {"scores": "rotary positions"},
-    "unrotated keys": {"scores": "rotary positions"},
+    "other direction": {"scores": "rotation direction"},
+    "unrotated queries": {"scores": "rotation missing"},
+    "unrotated keys": {"scores": "rotation missing"},
     "tiled": {
         "scores": "repeated heads",
         "attended": "repeated heads",
@@ -190,8 +190,8 @@ FAULTS = {
     "exchanged": {"scores": None},
     "head order": {"scores": "head order"},
     "join": {"attended": "head order", "crossed": "head order"},
-    "slopes": {"scores": "sub-layer added twice"},
-    "no bias": {"scores": "sub-layer missing"},
+    "slopes": {"scores": "position bias added twice"},
+    "no bias": {"scores": "position bias missing"},
     "no scale": {"scores": "attention scale"},
     "width scale": {"scores": "attention scale"},
     "place": {"scores": "place of a scale"},

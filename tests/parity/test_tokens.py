@@ -9,7 +9,7 @@ from toy_references import VARIANTS
 
 from flaxformer_mt import parity
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.parity.tokens import as_tokens
+from flaxformer_mt.parity.families.tokens import as_tokens
 from flaxformer_mt.presets import preset
 
 # The end token is 2.

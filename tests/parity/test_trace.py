@@ -7,7 +7,7 @@ from torch import nn
 
 from flaxformer_mt import parity
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.parity.trace import Tap, values_of_module
+from flaxformer_mt.parity.trace.module_values import Tap, values_of_module
 
 X = torch.arange(6.0).reshape(2, 3)
 

@@ -10,8 +10,8 @@ import torch
 from toy_references import DOUBLE_PROJECTION, VARIANTS, Variant
 
 from flaxformer_mt import interop, parity
+from flaxformer_mt.parity.families.recipes import recipe
 from flaxformer_mt.parity.optimizer_probe import differences, updates_of_optax, updates_of_torch
-from flaxformer_mt.parity.recipes import recipe
 from flaxformer_mt.parity.sides import precision
 
 ALL = VARIANTS | {"double_projection": DOUBLE_PROJECTION}

@@ -10,9 +10,12 @@ import pytest
 from made_up_attention import attention
 
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.plotting import palettes
-from flaxformer_mt.plotting.attention_page import AttentionPicture, is_right_to_left
-from flaxformer_mt.plotting.palettes import LARGEST_ERROR, quantized
+from flaxformer_mt.plotting.attention_page import (
+    LARGEST_ERROR,
+    AttentionPicture,
+    is_right_to_left,
+    quantized,
+)
 
 HOSTILE = "</script><script>alert(1)</script> \"q\" 'a' & <b> {{data}} <!-- \\u2028 \u2028 $x$"
 
@@ -117,15 +120,6 @@ def test_direction_of_a_text(text, expected):
     assert is_right_to_left(text) == expected
     tokens = attention(text, "x")
     assert page_data(AttentionPicture(tokens).to_html())["kinds"][0]["rows"]["rtl"] == expected
-
-
-@pytest.mark.parametrize("background", palettes.ENDS)
-def test_the_color_scale_is_perceptually_uniform(background):
-    colors = palettes.palette(background) / 255.0
-    steps = np.linalg.norm(np.diff(palettes.to_oklab(colors[::51]), axis=0), axis=1)
-    assert steps.max() < 1.05 * steps.min()
-    lightness = palettes.to_oklab(colors)[:, 0]
-    assert abs(lightness[-1] - lightness[0]) > 0.55
 
 
 def test_pictures_are_written_in_the_format_of_their_name(tmp_path):

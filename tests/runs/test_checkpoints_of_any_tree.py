@@ -23,7 +23,7 @@ import flaxformer_mt as fmt
 from flaxformer_mt.data.stream.batches import DataPosition
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs.checkpoint import restore_params
-from flaxformer_mt.runs.trained_model import describe_run
+from flaxformer_mt.trained_model import describe_run
 
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
 

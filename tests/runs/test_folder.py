@@ -8,19 +8,19 @@ import pytest
 
 from flaxformer_mt.config import DataConfig, ExperimentConfig, TrainConfig
 from flaxformer_mt.data.corpora.corpus import ParallelCorpus
-from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers, read_tokenizers
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.experiment.checks import check_same_run
+from flaxformer_mt.runs import folder as run_folder
 from flaxformer_mt.runs.averaging import average_run
 from flaxformer_mt.runs.checkpoint import Checkpoints, restore_params, write_params
 from flaxformer_mt.runs.folder import (
-    check_corpora,
+    check_texts,
     check_vocabulary,
-    holds_run,
+    has_run,
     read_config,
     read_fingerprints,
     read_origin,
-    read_tokenizers,
-    write_run,
 )
 from flaxformer_mt.training.state import TrainState
 
@@ -28,9 +28,23 @@ EXPERIMENT = ExperimentConfig()
 PAIRS = ["one two three", "four five", "six"], ["eins zwei drei", "vier fünf", "sechs"]
 
 
-def corpora(sources=PAIRS[0]):
+def texts(sources=PAIRS[0]):
     train, valid = ParallelCorpus(sources, PAIRS[1], "train.en"), ParallelCorpus(*PAIRS, "valid.en")
-    return {"train": [train], "valid": [valid]}
+    return {
+        role: [(corpus.name, corpus.fingerprint)]
+        for role, corpus in (("train", train), ("valid", valid))
+    }
+
+
+def write_run(folder, config, texts, tokenizers, origin=()):
+    fingerprints = {role: [mark for _, mark in own] for role, own in texts.items()}
+    fingerprints["tokenizer"] = tokenizers.fingerprints
+    run_folder.write_run(folder, config, tokenizers.files, fingerprints, dict(origin))
+
+
+def holds_run(folder, config):
+    """Whether a folder holds a run; raises errors if that cannot be continued."""
+    return has_run(folder) and check_same_run(folder, config) is not None
 
 
 def learn(vocab_size):
@@ -44,7 +58,7 @@ def tokenizers():
 
 @pytest.fixture
 def workdir(tmp_path, tokenizers):
-    write_run(tmp_path / "run", EXPERIMENT, corpora(), tokenizers)
+    write_run(tmp_path / "run", EXPERIMENT, texts(), tokenizers)
     return tmp_path / "run"
 
 
@@ -54,7 +68,7 @@ def test_a_folder_without_a_run(tmp_path):
 
 def test_the_same_run_goes_on(workdir):
     assert holds_run(workdir, EXPERIMENT)
-    check_corpora(workdir, corpora())
+    check_texts(workdir, texts())
     read_tokenizers(workdir)
 
 
@@ -65,16 +79,16 @@ def test_another_configuration(workdir):
 
 
 def test_other_text(workdir):
-    changed = corpora(sources=["one two three", "four six", "six"])
+    changed = texts(sources=["one two three", "four six", "six"])
     with pytest.raises(UserError, match=r"the train corpus \(train\.en\) is not the text"):
-        check_corpora(workdir, changed)
+        check_texts(workdir, changed)
 
 
 def test_another_corpus_less(workdir):
-    more = corpora()
+    more = texts()
     more["valid"] *= 2
     with pytest.raises(UserError, match="the valid corpus"):
-        check_corpora(workdir, more)
+        check_texts(workdir, more)
 
 
 def save(workdir, *steps):
@@ -160,11 +174,11 @@ def test_a_start_that_was_killed_can_be_repeated(workdir, tokenizers, tmp_path, 
         with monkeypatch.context() as patch:
             patch.setattr("flaxformer_mt.runs.atomic.write_bytes", write)
             with pytest.raises(KeyboardInterrupt):
-                write_run(folder, EXPERIMENT, corpora(), tokenizers)
+                write_run(folder, EXPERIMENT, texts(), tokenizers)
         (folder / "lock").touch()
         (folder / "cache").mkdir()
         assert not holds_run(folder, OTHER)
-        write_run(folder, OTHER, corpora(), tokenizers)
+        write_run(folder, OTHER, texts(), tokenizers)
         assert holds_run(folder, OTHER)
         assert read_tokenizers(folder).source.fingerprint == tokenizers.source.fingerprint
 
@@ -176,7 +190,7 @@ def test_a_start_with_another_kind_of_vocabulary_leaves_no_files_of_the_first(
     (folder / "tokenizer").mkdir(parents=True)
     (folder / "tokenizer" / "source.model").write_bytes(b"of a start that was killed")
     (folder / "origin").symlink_to(tmp_path / "nowhere")
-    write_run(folder, OTHER, corpora(), tokenizers)
+    write_run(folder, OTHER, texts(), tokenizers)
     names = [path.name for path in (folder / "tokenizer").iterdir()]
     assert names == [path.name for path in (workdir / "tokenizer").iterdir()]
     assert not (folder / "origin").is_symlink()
@@ -248,7 +262,7 @@ def test_data_json_cannot_be_replaced(begun, tmp_path, tokenizers, change):
     path = begun / "data.json"
     path.unlink()
     if change == "of another run":
-        write_run(tmp_path / "other", OTHER, corpora(), tokenizers)
+        write_run(tmp_path / "other", OTHER, texts(), tokenizers)
         shutil.copy(tmp_path / "other" / "data.json", path)
     message = r"checkpoints/1 is not of the run that .*data\.json describes"
     if change != "of another run":

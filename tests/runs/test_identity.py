@@ -213,3 +213,43 @@ def test_optimizers_are_described_with_all_that_they_are_made_of(one, other):
     assert described[0] == described[1]
     assert described[0] != described[2]
     assert json.loads(json.dumps(described[0])) == described[0]
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (optax.adamax(1e-3), "scale_by_adam: update_fn there"),
+        (optax.adam(2e-3), "step_size: -0.001 there, -0.002 here"),
+        (optax.adam(1e-3), None),
+    ],
+)
+def test_the_optimizer_of_a_step_is_compared_without_being_named(tmp_path, other, message):
+    def steps(optimizer, number, accept_changes=False):
+        def update(state, batch, key, frozen):
+            gradient = jax.tree.map(lambda w: w * batch, state["params"])
+            with jax.numpy_dtype_promotion("standard"):
+                updates, opt = optimizer.update(gradient, state["opt"])
+            params = optax.apply_updates(state["params"], updates)
+            return {"params": params, "opt": opt, "step": state["step"] + 1}, None
+
+        mesh = fmt.make_mesh(devices=jax.devices()[:1])
+        step = fmt.compile_step(update, mesh)
+        with fmt.Checkpoints(tmp_path) as checkpoints:
+            state = fmt.place(state_of(optimizer), mesh)
+            state, _ = checkpoints.restore_or(state, None, accept_changes=accept_changes)
+            for _ in range(number):
+                state, _ = step(state, jnp.ones((1, 1)))
+                checkpoints.save(int(state["step"]), state)
+        return int(state["step"])
+
+    assert steps(ADAM, 2) == 2
+    if message is None:
+        assert steps(other, 1) == 3
+        return
+    with pytest.raises(UserError, match=message):
+        steps(other, 1)
+    with fmt.Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.latest_step() == 2
+    assert steps(other, 1, accept_changes=True) == 3
+    with pytest.raises(UserError, match="there, "):
+        steps(ADAM, 1)

@@ -11,7 +11,7 @@ from flaxformer_mt import experiment
 from flaxformer_mt.cli import training
 from flaxformer_mt.config.experiment import with_changes
 from flaxformer_mt.interop.convert import OWN, convert
-from flaxformer_mt.runs.trained_model import load_run
+from flaxformer_mt.trained_model import load_run
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

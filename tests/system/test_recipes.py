@@ -13,7 +13,7 @@ from flaxformer_mt.cli import training
 from flaxformer_mt.config import CorpusConfig, DataConfig
 from flaxformer_mt.decoding.translator import Translator
 from flaxformer_mt.experiment import prepare
-from flaxformer_mt.runs.trained_model import load_run
+from flaxformer_mt.trained_model import load_run
 
 
 def run(arguments):

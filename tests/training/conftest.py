@@ -98,7 +98,7 @@ class Setup:
 
     @functools.cached_property
     def devices(self):
-        return make_devices(self.experiment)
+        return make_devices(self.experiment.parallel)
 
     @functools.cached_property
     def model(self):

@@ -14,7 +14,7 @@ from flaxformer_mt.data.stream.batches import Shard
 from flaxformer_mt.data.stream.placement import own_shard
 from flaxformer_mt.decoding.parameters import on_one_device
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.training.devices import abstract, make_devices, place
+from flaxformer_mt.training.devices import abstract, place
 
 SLOW = pytest.mark.slow
 DROPOUT = {"dropout_rate": 0.1, "attention_dropout_rate": 0.1, "activation_dropout_rate": 0.1}
@@ -215,35 +215,6 @@ def test_a_known_shape_may_be_compiled_again(setup):
 
 
 def test_rows_that_cannot_be_shared_out(setup):
-    with pytest.raises(UserError, match=r"32 rows .* 8 devices .* 3 parts .* multiple of 192"):
-        _ = setup.of(num_devices=8, accumulation_steps=3).devices
     tiny = setup.of(num_devices=8)
     with pytest.raises(UserError, match=r"13 rows .* 8 devices"):
         tiny.devices.place_batch(jax.tree.map(lambda rows: rows[:13], tiny.batch(0)))
-
-
-@pytest.mark.parametrize(
-    ("processes", "arguments", "parallel", "message"),
-    [
-        (2, ("mesh", 4), {}, r"num_devices=4, but 2 processes have 8 devices"),
-        (2, ("pmap", 8), {}, r"strategy=pmap is for one process, and there are 2"),
-        (2, ("mesh", 8), {"tensor": 3}, r"tensor=3 does not fit processes of 4 devices"),
-    ],
-)
-def test_what_several_processes_cannot_do(
-    setup, monkeypatch, processes, arguments, parallel, message
-):
-    monkeypatch.setattr(jax, "process_count", lambda: processes)
-    monkeypatch.setattr(jax, "local_device_count", lambda: 8 // processes)
-    with pytest.raises(UserError, match=message):
-        make_devices(setup.of(*arguments, parallel=parallel).experiment)
-
-
-def test_more_devices_than_there_are(setup):
-    with pytest.raises(UserError, match=r"parallel\.num_devices=99"):
-        _ = setup.of(num_devices=99).devices
-
-
-def test_axes_that_the_devices_do_not_make(setup):
-    with pytest.raises(UserError, match=r"8 devices .* parallel\.fsdp=3 times .*tensor=1"):
-        _ = setup.of(num_devices=8, parallel={"fsdp": 3}).devices

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 from flaxformer_mt import distributed
-from flaxformer_mt.data.stream.prefetch import Prefetched
+from flaxformer_mt.data.stream.training_stream import Prefetched
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interruption import Interrupted
 from flaxformer_mt.runs.checkpoint import Checkpoints, restore_params, whole_checkpoints
 from flaxformer_mt.runs.metrics_file import read_metrics
-from flaxformer_mt.training.loop import train
+from flaxformer_mt.training.loop import early_stop, train
 from flaxformer_mt.training.reporting.metrics import MEASUREMENTS, JsonLinesWriter, validate
+from flaxformer_mt.training.reporting.progress import Progress
 
 
 @dataclasses.dataclass
@@ -45,19 +46,27 @@ class Run:
         with Checkpoints(
             self.folder, config.keep_last, config.keep_best, config.best_metric
         ) as checkpointer:
+            state, progress = self.tiny.state(), Progress()
+            if checkpointer.latest_step() is not None:
+                state, saved = checkpointer.restore(state)
+                progress = Progress.from_json(saved)
+            writer = JsonLinesWriter(self.folder / "metrics.jsonl")
+            writer.rewind(int(state.step))
             self.state = train(
-                self.tiny.state(),
+                state,
+                progress,
                 train_step=train_step or self.tiny.train_step,
                 stream=functools.partial(Prefetched, read),
                 evaluate=evaluate,
                 schedule=self.tiny.schedule,
                 checkpointer=checkpointer,
-                writers=[JsonLinesWriter(self.folder / "metrics.jsonl")],
+                writers=[writer],
                 config=config,
                 devices=self.tiny.devices.devices,
-                should_stop=should_stop,
-                announce=self.announced.append,
+                hooks=lambda info: should_stop(info.step),
             )
+            if why := early_stop(progress, config):
+                self.announced.append(why)
         return self
 
     def evaluate(self, params, step):

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import re
 
 import jax
 import pytest
@@ -28,15 +27,12 @@ def steps_of(events):
 
 
 @pytest.mark.slow
-def test_a_trace_names_the_modules_of_its_steps(setup, tmp_path):
+def test_a_trace_has_the_steps_of_its_range(setup, tmp_path):
     run = Run(setup.of(), tmp_path)
     run(profile_steps="2:6", evaluate=lambda params, step: {"loss": 1.0})
     ((name, events),) = traces(run).items()
     assert name == "steps_2_to_6"
     assert steps_of(events) == ["2", "3", "4", "5", "6"]
-    names = [event.get("name", "") for event in events]
-    for module in ("encoder", "decoder", "self_attention", "cross_attention", "feed_forward"):
-        assert any(re.search(rf"^\S+ \S*{module}\S*/dot_general$", name) for name in names), module
     assert all(event["dur"] < 60e6 for event in events if "dur" in event)
 
 

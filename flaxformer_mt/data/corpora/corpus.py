@@ -226,10 +226,12 @@ def open_corpora(config: DataConfig, role: Role, has_inputs: bool = True) -> lis
     for number, corpus in enumerate(corpora or (CorpusConfig(),)):
         prefix = f"data.{role}_corpora.{number}." if corpora else "data."
         completed = _completed(corpus, config, split)
-        if corpus.split and _has_no_splits(completed):
+        name, chosen = f"{prefix}split", corpus.split
+        if not corpora and role == "train" and split != DataConfig.train_split:
+            name, chosen = "data.train_split", split
+        if chosen and _has_no_splits(completed):
             raise UserError(
-                f"{prefix}split={corpus.split} has no effect: {prefix}path={completed.path} has no "
-                "splits"
+                f"{name}={chosen} has no effect: {prefix}path={completed.path} has no splits"
             )
         if not corpora and role != "train" and _has_no_splits(completed):
             raise UserError(
@@ -357,11 +359,6 @@ def _completed(corpus: CorpusConfig, data: DataConfig, split: str) -> CorpusConf
         source_language=corpus.source_language or data.source_language,
         target_language=corpus.target_language or data.target_language,
     )
-
-
-def has_splits(data: DataConfig) -> bool:
-    """Returns whether `data.train_split` chooses anything: `data.path` may name a corpus' files."""
-    return not _has_no_splits(_completed(CorpusConfig(), data, data.train_split))
 
 
 def _has_no_splits(corpus: CorpusConfig) -> bool:

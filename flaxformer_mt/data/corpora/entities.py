@@ -1,18 +1,17 @@
 """HTML entities in text, such as "&quot;" and "&amp;amp;", which programs leave behind."""
 
-import dataclasses
 import html
 import itertools
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from flaxformer_mt.data.corpora.rows import place_of
+from flaxformer_mt.data.corpora.rows import Dropped, place_of
 
 _ENTITY = re.compile(r"&(?:#[0-9]{1,7}|#[xX][0-9a-fA-F]{1,6}|[A-Za-z][A-Za-z0-9]{1,31});")
 _BREAKS = re.compile(r"[\t\n\r]+")
 _DEEPEST = 4
-_LISTED = 5
+ENTITIES = "entities"
 
 _log = logging.getLogger(__name__)
 
@@ -28,34 +27,27 @@ def unescaped(text: str) -> str:
     return text
 
 
-@dataclasses.dataclass
-class EntityCounter:
-    """Counts the pairs with entities, for one warning per corpus."""
+def pairs_with_entities(
+    pairs: Iterable[tuple[str, str]], numbers: Iterable[int] | None = None
+) -> dict[str, Dropped]:
+    """Returns the pairs with entities, if any, under `ENTITIES`.
 
-    count: int = 0
-    places: list[str] = dataclasses.field(default_factory=list)
-    """The places of the first ones."""
+    `numbers` are those of their rows in the corpus, by default from 1.
+    """
+    numbered = zip(numbers or itertools.count(1), pairs, strict=False)
+    places = [place_of(pair, number) for number, pair in numbered if any(map(_has_entity, pair))]
+    return Dropped.at(ENTITIES, places)
 
-    def add(self, pairs: Iterable[tuple[str, str]], numbers: Iterable[int] | None = None) -> None:
-        """Counts pairs; `numbers` are those of their rows in the corpus, by default from 1."""
-        for number, pair in zip(numbers or itertools.count(1), pairs, strict=False):
-            if "&" in pair[0] + pair[1] and unescaped(pair[0]) + unescaped(pair[1]) != "".join(
-                pair
-            ):
-                self.count += 1
-                if len(self.places) < _LISTED:
-                    self.places.append(place_of(pair, number))
 
-    def merge(self, later: "EntityCounter") -> None:
-        """Adds the pairs that another one has counted, which come later in the corpus."""
-        self.count += later.count
-        self.places = [*self.places, *later.places][:_LISTED]
+def _has_entity(text: str) -> bool:
+    return "&" in text and unescaped(text) != text
 
-    def warn(self, name: str) -> None:
-        """Logs the number of pairs with entities, and the places of the first, if there are any."""
-        if self.count:
-            _log.warning(
-                "%s: %d pairs have HTML entities, such as &quot;, the first at %s: "
-                "data.unescape_html=True replaces them by their characters",
-                *(name, self.count, "; ".join(self.places)),
-            )
+
+def warn_of_entities(name: str, notes: Mapping[str, Dropped]) -> None:
+    """Logs how many pairs of a corpus have entities, and where the first are, if there are any."""
+    if found := notes.get(ENTITIES):
+        _log.warning(
+            "%s: %d pairs have HTML entities, such as &quot;, the first at %s: "
+            "data.unescape_html=True replaces them by their characters",
+            *(name, found.count, "; ".join([found.example, *found.more])),
+        )

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -92,13 +92,18 @@ NOT_WANTED = Fault("not wanted")
 
 @dataclasses.dataclass(frozen=True)
 class Dropped:
-    """The pairs dropped for one reason."""
+    """The pairs dropped, or worth a note, for one reason."""
 
     count: int
     example: str
-    """The first of them: its place and its two sides, shortened."""
+    """The first of them: its place and, of filtered pairs, its two sides, shortened."""
     more: tuple[str, ...] = ()
-    """Places of the next ones, of malformed rows."""
+    """Places of the next ones, unless they are of filtered pairs."""
+
+    @classmethod
+    def at(cls, reason: str, places: Sequence[str]) -> "dict[str, Dropped]":
+        """Returns those at some places by their reason, unless there are none."""
+        return {reason: cls(len(places), places[0], (*places[1:_LISTED],))} if places else {}
 
     def __add__(self, later: "Dropped") -> "Dropped":
         more = (*self.more, later.example, *later.more)[: _LISTED - 1]

@@ -15,7 +15,7 @@ from flaxformer_mt.data.corpora.alignments import AlignedPair
 from flaxformer_mt.data.corpora.corpus import ParallelCorpus, SentencePair
 from flaxformer_mt.data.corpora.rows import Dropped, place
 from flaxformer_mt.data.corpora.shared_text import Shared
-from flaxformer_mt.data.stream.links import Unlinked, encode_links
+from flaxformer_mt.data.stream.links import encode_links
 from flaxformer_mt.data.stream.packing import Sentences, TokenPairs
 from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers
@@ -197,7 +197,8 @@ class EncodedPairs(NamedTuple):
     tokens: TokenPairs
     unknown_examples: tuple[str, str]
     """The first characters of source and target that are not in the vocabulary; "" = none."""
-    unlinked: Unlinked
+    unlinked: Sequence[str] = ()
+    """The places of pairs that should have links, and have none."""
 
 
 def encode_pairs(
@@ -225,7 +226,7 @@ def encode_pairs(
     targets, target_example = _encode_side(
         [text for _, text in pairs], target, lambda tokens: [*tokens, target.eos_id]
     )
-    links, unlinked = None, Unlinked()
+    links, unlinked = None, list[str]()
     if is_aligned:
         links, unlinked = encode_links(cast(Sequence[AlignedPair], pairs), tokenizers)
     kept = Sentences.from_texts(texts) if has_inputs and keeps_texts else None

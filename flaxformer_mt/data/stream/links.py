@@ -1,12 +1,12 @@
 """Links between the tokens of pairs: from the links of their words, into the rows of batches."""
 
 import logging
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from flaxformer_mt.data.corpora.alignments import AlignedPair
+from flaxformer_mt.data.corpora.rows import Dropped
 from flaxformer_mt.data.stream.packing import Sentences, TokenPairs
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers, words
 from flaxformer_mt.errors import UserError
@@ -14,21 +14,17 @@ from flaxformer_mt.errors import UserError
 _log = logging.getLogger(__name__)
 
 
-class Unlinked(NamedTuple):
-    """The pairs without links, because the vocabulary divides their text into other words."""
-
-    number: int = 0
-    first: str = ""
-    """The place of the first one."""
+UNLINKED = "unlinked"
+"""The reason of pairs without links: the vocabulary divides their text into other words."""
 
 
 def encode_links(
     pairs: Sequence[AlignedPair], tokenizers: Tokenizers
-) -> tuple[Sentences, Unlinked]:
+) -> tuple[Sentences, list[str]]:
     """Returns the links of each pair: the source and the target token of each, in turn.
 
     A link of two words becomes one of each of their tokens. A pair has none if the vocabulary
-    divides its text into other words than its spaces do.
+    divides its text into other words than its spaces do; the places of such pairs follow.
     """
     sides = enumerate((tokenizers.source, tokenizers.target))
     split = [tokenizer.split([pair[side] for pair in pairs]) for side, tokenizer in sides]
@@ -45,19 +41,20 @@ def encode_links(
         else:
             unlinked.append(pair.place)
         links.append(tokens)
-    return Sentences.from_lists(links), Unlinked(len(unlinked), "".join(unlinked[:1]))
+    return Sentences.from_lists(links), unlinked
 
 
-def check_links(name: str, pairs: int, unlinked: Unlinked) -> None:
+def check_links(name: str, pairs: int, notes: Mapping[str, Dropped]) -> None:
     """Reports the pairs of a corpus without links; raises `UserError` if these are all pairs."""
-    if not unlinked.number:
+    unlinked = notes.get(UNLINKED)
+    if unlinked is None:
         return
     reason = (
-        f"{name}: {unlinked.number:,} of {pairs:,} pairs have no links, since the vocabulary "
+        f"{name}: {unlinked.count:,} of {pairs:,} pairs have no links, since the vocabulary "
         f"divides their text into other words than the spaces do; the first is that of "
-        f"{unlinked.first}"
+        f"{unlinked.example}"
     )
-    if unlinked.number == pairs:
+    if unlinked.count == pairs:
         raise UserError(reason)
     _log.warning(reason)
 

@@ -18,13 +18,13 @@ import numpy as np
 
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.data.corpora.corpus import Chunk, Corpus, SentencePair
-from flaxformer_mt.data.corpora.entities import EntityCounter
+from flaxformer_mt.data.corpora.entities import pairs_with_entities
 from flaxformer_mt.data.corpora.filters import PairFilter, pair_hash
 from flaxformer_mt.data.corpora.rows import Dropped, Row, added_up
 from flaxformer_mt.data.corpora.shared_text import HeldOutText, Shared
 from flaxformer_mt.data.corpora.text_files import counted
 from flaxformer_mt.data.stream.encoded_corpus import EncodedPairs, encode_pairs
-from flaxformer_mt.data.stream.links import Unlinked
+from flaxformer_mt.data.stream.links import UNLINKED
 from flaxformer_mt.data.stream.packing import Sentences, TokenPairs
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
@@ -48,7 +48,8 @@ class Part:
     files: Sequence[tuple[int, str]]
     """The index of the first pair of each file, and its name; "" if there is no file."""
     dropped: Mapping[str, Dropped]
-    entities: EntityCounter
+    notes: Mapping[str, Dropped]
+    """The pairs with HTML entities, and those without links."""
     malformed: Mapping[str, Dropped]
     shared: Shared
 
@@ -75,11 +76,10 @@ class _Values:
     origin: str
     files: Sequence[tuple[int, str]]
     dropped: Mapping[str, Dropped]
-    entities: EntityCounter
+    notes: Mapping[str, Dropped]
     malformed: Mapping[str, Dropped]
     shared: list[tuple[int, tuple[int, str]]]
     unknown_examples: tuple[str, str]
-    unlinked: Unlinked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,11 +186,10 @@ class Parts:
             self.origin,
             part.files,
             part.dropped,
-            part.entities,
+            part.notes,
             part.malformed,
             [*part.shared.items()],
             part.pairs.unknown_examples,
-            part.pairs.unlinked,
         )
         arrays = {"numbers": part.numbers}
         order = np.argsort(hashes, kind="stable").astype(np.int32)
@@ -216,11 +215,11 @@ class Parts:
         }
         tokens = TokenPairs(sides.pop("sources", None), sides.pop("targets"), **sides)
         return Part(
-            EncodedPairs(tokens, values.unknown_examples, values.unlinked),
+            EncodedPairs(tokens, values.unknown_examples),
             arrays["numbers"],
             values.files,
             values.dropped,
-            values.entities,
+            values.notes,
             values.malformed,
             dict(values.shared),
         )
@@ -265,8 +264,6 @@ def _made(
 ) -> tuple[Part, np.ndarray]:
     """Filters and encodes the pairs of a part, and hashes them if duplicates are dropped."""
     data, has_inputs = config.data, config.model.has_inputs
-    entities = EntityCounter()
-    entities.add(chunk.pairs, chunk.numbers)
     pair_filter = PairFilter(data, corpus, has_inputs)
     kept: list[SentencePair] = []
     numbers: list[int] = []
@@ -288,7 +285,10 @@ def _made(
         np.array(numbers, np.int64),
         files,
         pair_filter.dropped,
-        entities,
+        {
+            **pairs_with_entities(chunk.pairs, chunk.numbers),
+            **Dropped.at(UNLINKED, pairs.unlinked),
+        },
         chunk.malformed,
         held_out.find(corpus.untagged(kept), numbers),
     )

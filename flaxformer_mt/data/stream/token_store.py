@@ -34,7 +34,7 @@ from flaxformer_mt.config.experiment import values_with
 from flaxformer_mt.config.fields import FieldRole
 from flaxformer_mt.data.corpora import shared_text
 from flaxformer_mt.data.corpora.corpus import Corpus
-from flaxformer_mt.data.corpora.entities import EntityCounter
+from flaxformer_mt.data.corpora.entities import warn_of_entities
 from flaxformer_mt.data.corpora.filters import example_of, options_in_use
 from flaxformer_mt.data.corpora.rows import Dropped, added_up, merged, place
 from flaxformer_mt.data.corpora.shared_text import NO_TEXT, HeldOutText, Shared
@@ -45,7 +45,7 @@ from flaxformer_mt.data.stream.encoded_corpus import (
     SideReport,
     check_special_ids,
 )
-from flaxformer_mt.data.stream.links import Unlinked, check_links
+from flaxformer_mt.data.stream.links import check_links
 from flaxformer_mt.data.stream.packing import Sentences
 from flaxformer_mt.data.stream.store_parts import Part, Parts, first_occurrences
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
@@ -312,18 +312,17 @@ class _Store:
         See `Places` and `EncodedCorpus.shared`.
         """
         corpus, data = self.corpus, self.config.data
-        entities = EntityCounter()
         dropped: dict[str, Dropped] = {}
         malformed: dict[str, Dropped] = {}
+        notes: dict[str, Dropped] = {}
         shared: Shared = {}
         files: list[tuple[int, str]] = []
         lengths: dict[str, list[np.ndarray]] = {"sources": [], "targets": []}
         unknown = {"sources": 0, "targets": 0}
         examples = ["", ""]
-        unlinked = Unlinked()
         written = 0
         for part in self._distinct(parts, folder) if data.drop_duplicates else parts:
-            entities.merge(part.entities)
+            notes = merged([notes, part.notes])
             dropped = added_up(dropped, part.dropped)
             malformed = merged([malformed, part.malformed])
             shared_text.add(shared, part.shared)
@@ -336,10 +335,6 @@ class _Store:
                 before or new
                 for before, new in zip(examples, part.pairs.unknown_examples, strict=True)
             ]
-            unlinked = Unlinked(
-                unlinked.number + part.pairs.unlinked.number,
-                unlinked.first or part.pairs.unlinked.first,
-            )
             for side, name in _ARRAYS.items():
                 sentences = getattr(part.pairs.tokens, side)
                 if sentences is None:
@@ -350,7 +345,7 @@ class _Store:
                 values = sentences.tokens.astype(self.dtype(side))
                 _append_ragged(folder / name, values, sentences.offsets)
 
-        entities.warn(corpus.name)
+        warn_of_entities(corpus.name, notes)
         dropped = {**malformed, **dropped}
         read = written + sum(reason.count for reason in dropped.values())
         if not written:
@@ -358,7 +353,7 @@ class _Store:
             filters = options_in_use(data)
             advice = f"; the filters are {filters}" if filters else ""
             raise UserError(f"{corpus.name}: all of {read:,} pairs were dropped: {reasons}{advice}")
-        check_links(corpus.name, written, unlinked)
+        check_links(corpus.name, written, notes)
         sources, targets = (
             SideReport.of_lengths(
                 np.concatenate(lengths[side]),

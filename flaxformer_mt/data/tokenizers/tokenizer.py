@@ -25,7 +25,8 @@ from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import (
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.input_files import MAX_MODEL_BYTES, read_bytes
 from flaxformer_mt.remote.reading import local_list
-from flaxformer_mt.runs import atomic
+from flaxformer_mt.runs import atomic, data_file
+from flaxformer_mt.runs.layout import TOKENIZER
 
 MAX_TRAINING_PAIRS = 1_000_000
 """Maximum number of pairs from which a vocabulary is learned. Of larger corpora, evenly spaced
@@ -233,6 +234,11 @@ class Tokenizers:
                 ids["bos_id"] = ids.get(name, model.bos_id)
         return dataclasses.replace(model, **ids)
 
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """The fingerprints of the vocabularies of both sides."""
+        return {"source": self.source.fingerprint, "target": self.target.fingerprint}
+
     def describe(self) -> str:
         """Returns the sizes of the vocabularies in words."""
         source, target = self.source.vocab_size, self.target.vocab_size
@@ -294,6 +300,17 @@ class Tokenizers:
         return cls(
             _read_model(Path(folder, "source.model")), _read_model(Path(folder, "target.model"))
         )
+
+
+def read_tokenizers(folder: str | Path) -> Tokenizers:
+    """Reads the vocabularies of a run; `UserError` if a file is missing or not that of the run."""
+    data_file.check_files(folder)
+    path = Path(folder, TOKENIZER)
+    tokenizers = Tokenizers.load(path)
+    recorded = data_file.read(folder).get(data_file.TOKENIZER)
+    if recorded is not None and recorded != tokenizers.fingerprints:
+        raise UserError(f"{path} is not the vocabulary that the run was started with: restore it")
+    return tokenizers
 
 
 def _has(folder: str | Path, names: Sequence[str]) -> bool:

@@ -1,9 +1,10 @@
 """Worker threads that keep several batches in flight, with results in one iterator."""
 
+import dataclasses
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -97,3 +98,15 @@ def gather(work: Callable[[Callable[[_T], None], int], None], num_workers: int) 
         stopped.set()
         for thread in threads:
             thread.join()
+
+
+def decoding_on(devices: Sequence[jax.Device], decode: DecodeConfig) -> DecodeConfig:
+    """Returns search options with which no more devices translate than train.
+
+    `devices` are those that train, of all processes. A `num_devices` chosen by the user does not
+    change.
+    """
+    own = [each for each in devices if each.process_index == jax.process_index()]
+    if decode.num_devices or not own or own[0].platform == "cpu":  # Zero means one CPU.
+        return decode
+    return dataclasses.replace(decode, num_devices=len(own))

@@ -1,7 +1,7 @@
 """A whole model: parameters with vocabularies and search options."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,7 +16,7 @@ from flaxformer_mt.config import (
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.interop.weight_maps.mapping import model_params
 from flaxformer_mt.runs.folder import read_origin
-from flaxformer_mt.runs.trained_model import load_run, write_model
+from flaxformer_mt.trained_model import load_run, write_model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +42,27 @@ class ModelBundle:
     def write_run(self, folder: Path) -> None:
         """Writes a run folder with a single checkpoint, of step 0; errors as for `write_model`."""
         write_model(folder, self.config, self.tokenizers, model_params(self.params), self.origin)
+
+
+WITHOUT_EFFECT = frozenset({
+    "batch_tokens", "num_devices", "max_source_length", "alignment_layer", "alignment_head", "seed",
+})  # fmt: skip
+"""Search options that do not decide which translation is found for a sentence."""
+
+
+def unsupported_options(
+    decode: DecodeConfig, supported: Collection[str], program: str
+) -> list[str]:
+    """Returns a line about each search option that a program does not support.
+
+    `supported` are the fields with a counterpart, besides those of `WITHOUT_EFFECT`.
+    """
+    known = {*supported, *WITHOUT_EFFECT}
+    return [
+        f"decode.{field.name}={getattr(decode, field.name)} is not supported by {program}"
+        for field in dataclasses.fields(decode)
+        if field.name not in known and getattr(decode, field.name) != field.default
+    ]
 
 
 def experiment(model: TransformerConfig, decode: DecodeConfig, **data: Any) -> ExperimentConfig:

@@ -11,13 +11,13 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
-from flaxformer_mt.config.decode import SAMPLING_FIELDS
 from flaxformer_mt.config.fields import MAX_VOCABULARY, type_hints
+from flaxformer_mt.config.relations import SAMPLING_FIELDS
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer
 from flaxformer_mt.decoding.search.options import forbidden_token_ids
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.input_files import Count
-from flaxformer_mt.interop.formats.search_notes import unsupported_options
+from flaxformer_mt.interop.formats.bundle import unsupported_options
 from flaxformer_mt.interop.weight_maps.family import check_kinds
 
 _EARLY_STOPPING: dict[Any, Literal["never", "heuristic", "first"]] = {

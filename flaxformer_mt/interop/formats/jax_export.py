@@ -25,7 +25,7 @@ import flaxformer_mt
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.data.tokenizers.marian_tokenizer import CLEANED, MarianTokenizer
 from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE
-from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, read_tokenizers
 from flaxformer_mt.decoding.search.options import forbidden_token_ids
 from flaxformer_mt.errors import UserError, prefixed, requiring
 from flaxformer_mt.interop import array_files
@@ -35,7 +35,8 @@ from flaxformer_mt.interop.weight_maps.validation import check_params
 from flaxformer_mt.model.cache import Cache, reorder_cache
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.runs import atomic
-from flaxformer_mt.runs.folder import read_config, read_origin, read_tokenizers, write_run
+from flaxformer_mt.runs.data_file import TOKENIZER
+from flaxformer_mt.runs.folder import read_config, read_origin, write_run
 
 PARAMETERS, METADATA, RECIPE = "parameters.npz", "metadata.json", "recipe"
 PLATFORMS = ("cpu", "cuda", "tpu")
@@ -75,7 +76,9 @@ def write(bundle: ModelBundle, folder: Path, accepted: Collection[str] = ()) -> 
             json.dumps(metadata(bundle), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
         )
         (partial / "server.py").write_bytes(SERVER.read_bytes())
-        write_run(partial / RECIPE, bundle.config, {}, bundle.tokenizers, bundle.origin)
+        tokenizers = bundle.tokenizers
+        fingerprints = {TOKENIZER: tokenizers.fingerprints}
+        write_run(partial / RECIPE, bundle.config, tokenizers.files, fingerprints, bundle.origin)
     return ()
 
 

@@ -20,8 +20,7 @@ from flaxformer_mt.input_files import MAX_MODEL_BYTES, read_bytes
 from flaxformer_mt.interop.exports import marian_native_obstacle
 from flaxformer_mt.interop.families.marian_native import END, FAMILY, NO_TOKEN, options
 from flaxformer_mt.interop.formats import marian_files
-from flaxformer_mt.interop.formats.bundle import ModelBundle, experiment
-from flaxformer_mt.interop.formats.search_notes import unsupported_options
+from flaxformer_mt.interop.formats.bundle import ModelBundle, experiment, unsupported_options
 from flaxformer_mt.interop.weight_maps import checkpoints
 from flaxformer_mt.interop.weight_maps.family import check_kinds
 from flaxformer_mt.runs import atomic

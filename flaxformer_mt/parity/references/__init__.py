@@ -30,7 +30,7 @@ from torch import Tensor, nn, no_grad, randn_like
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.parity.references.common import default_dtype as default_dtype
-from flaxformer_mt.parity.trace import Tap
+from flaxformer_mt.parity.trace.module_values import Tap
 from flaxformer_mt.presets import FAMILIES, canonical_family, preset
 
 

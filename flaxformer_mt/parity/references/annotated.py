@@ -19,7 +19,7 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.families.annotated import LAYERS
 from flaxformer_mt.parity.references import common
-from flaxformer_mt.parity.trace import Tap
+from flaxformer_mt.parity.trace.module_values import Tap
 
 SourceAttention = Literal["src_attn", "self_attn"]
 """The module that computes cross-attention: one of its own (harvardnlp), or the self-attention of

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.interop.families.double_projection import layers
 from flaxformer_mt.parity.references import common
-from flaxformer_mt.parity.trace import Tap
+from flaxformer_mt.parity.trace.module_values import Tap
 
 
 class ScaledDotProductAttention(nn.Module):

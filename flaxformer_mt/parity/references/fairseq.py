@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.parity.references import common
-from flaxformer_mt.parity.trace import Tap
+from flaxformer_mt.parity.trace.module_values import Tap
 
 
 def make_positions(tokens: Tensor, padding_idx: int) -> Tensor:

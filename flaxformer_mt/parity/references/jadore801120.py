@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.interop.families.jadore801120 import LAYERS
 from flaxformer_mt.parity.references import common
-from flaxformer_mt.parity.trace import Tap
+from flaxformer_mt.parity.trace.module_values import Tap
 
 NORM_EPSILON = 1e-6
 ATTENTION_DROPOUT = 0.1  # The published modules never pass their rate on to the attention weights.

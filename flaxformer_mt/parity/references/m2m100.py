@@ -13,7 +13,7 @@ from transformers import M2M100Config, M2M100ForConditionalGeneration
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.parity.references import common
 from flaxformer_mt.parity.references.marian import settings, with_our_forward
-from flaxformer_mt.parity.trace import Tap
+from flaxformer_mt.parity.trace.module_values import Tap
 
 
 def build(config: TransformerConfig) -> nn.Module:

@@ -15,7 +15,7 @@ from transformers import MarianConfig, MarianMTModel
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.interop.formats.hub_families import HUB_FAMILIES
 from flaxformer_mt.parity.references import common
-from flaxformer_mt.parity.trace import Tap
+from flaxformer_mt.parity.trace.module_values import Tap
 
 
 class _Forward:

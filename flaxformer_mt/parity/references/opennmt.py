@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.interop.families.opennmt import LAYERS
 from flaxformer_mt.parity.references import common
-from flaxformer_mt.parity.trace import Tap
+from flaxformer_mt.parity.trace.module_values import Tap
 
 MASKED_SCORE = -1e18
 

@@ -16,7 +16,7 @@ from flaxformer_mt.interop.families.t5 import layers
 from flaxformer_mt.interop.formats.hub_families import HUB_FAMILIES
 from flaxformer_mt.parity.references import common
 from flaxformer_mt.parity.references.marian import with_our_forward
-from flaxformer_mt.parity.trace import Tap
+from flaxformer_mt.parity.trace.module_values import Tap
 
 
 class _WideNorm(T5LayerNorm):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.interop.families.torch import layers
 from flaxformer_mt.parity.references import common
-from flaxformer_mt.parity.trace import Tap, request_weights, time_major
+from flaxformer_mt.parity.trace.module_values import Tap, request_weights, time_major
 
 
 class TokenEmbedding(nn.Module):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.interop.families.tunz import LAYERS
 from flaxformer_mt.parity.references import common
-from flaxformer_mt.parity.trace import Tap
+from flaxformer_mt.parity.trace.module_values import Tap
 
 NORM_EPSILON = 1e-6
 

@@ -5,8 +5,8 @@ import math
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
-from flaxformer_mt.parity.diagnosis.inputs import Diagnosis
-from flaxformer_mt.parity.settings import SettingDifference
+from flaxformer_mt.parity.families.settings import SettingDifference
+from flaxformer_mt.parity.program.diagnosis import Diagnosis
 from flaxformer_mt.parity.trajectories import Trajectory
 
 Section = Literal["values", "losses", "gradients", "steps"]

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.parity.families import Size, check_family
+from flaxformer_mt.parity.families.check import Size, check_family
 from flaxformer_mt.parity.reports.comparison import format_difference
 from flaxformer_mt.parity.reports.report import Report, json_values
 from flaxformer_mt.presets import FAMILIES

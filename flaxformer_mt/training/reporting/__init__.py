@@ -1,1 +1,1 @@
-"""What a run reports while it trains: metrics, the terminal, callbacks, speed and profiles."""
+"""What a run reports while it trains: metrics, the terminal, speed and profiles."""

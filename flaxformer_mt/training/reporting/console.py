@@ -8,8 +8,9 @@ import collections
 import datetime
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -43,6 +44,29 @@ def some_of(samples: Sequence[Sample]) -> list[Sample]:
     return [samples[index] for index in dict.fromkeys(middles)]
 
 
+def is_notebook() -> bool:
+    """Returns whether the program runs in Jupyter, Colab or the like."""
+    return Console().is_jupyter
+
+
+def make_console(file: Any = None) -> Console:
+    """Returns a console for the progress of a run; quiet in all processes but the first.
+
+    In a notebook it prints plain lines, which become one output: Rich would show each line as an
+    output of its own. The steps are another, which is updated (`notebook.py`).
+    """
+    in_notebook = is_notebook()
+    return Console(
+        file=file,
+        highlight=False,
+        markup=False,
+        force_jupyter=False,
+        force_terminal=False if in_notebook else None,
+        soft_wrap=True,
+        quiet=jax.process_index() > 0,
+    )
+
+
 class ConsoleWriter:
     """Shows the progress of a run, whose last step is `num_steps`; a `Writer`."""
 
@@ -56,6 +80,7 @@ class ConsoleWriter:
         self._samples: Sequence[Sample] = ()
         self._start: tuple[int, float] | None = None  # From this step and time on, time counts.
         self._is_compiled = False
+        self._running: tuple[int, Metrics] | None = None
         self._bar = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=None, complete_style="cyan", finished_style="cyan"),
@@ -92,8 +117,14 @@ class ConsoleWriter:
     def translated(self, samples: Sequence[Sample]) -> None:
         self._samples = samples
 
+    def after_step(self, step: int, sums: Metrics) -> None:
+        """Shows the step before this one, which is finished: its sums are read without waiting."""
+        if self._running is not None:
+            self.advance(*self._running)
+        self._running = step, sums
+
     def advance(self, step: int, metrics: Metrics) -> None:
-        """Shows a finished step; its metrics are on the host, each a sum and a weight."""
+        """Shows a finished step, whose metrics are each a sum and a weight."""
         if self._start is None:  # Another process, or other writers, show the run.
             return
         now = time.monotonic()

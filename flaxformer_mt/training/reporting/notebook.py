@@ -5,18 +5,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from flaxformer_mt.training.reporting.console import Sample, formatted, some_of
 from flaxformer_mt.training.reporting.trackers import Tracker
 
 _WIDTH, _HEIGHT = 480, 120
 _COLORS = {"train": "#3f51b5", "valid": "#e65100"}
-
-
-def is_notebook() -> bool:
-    """Returns whether the program runs in Jupyter, Colab or the like."""
-    return Console().is_jupyter
 
 
 class NotebookProgress(Tracker):

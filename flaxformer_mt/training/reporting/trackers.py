@@ -25,13 +25,13 @@ from typing import Any
 import jax
 from flax.traverse_util import flatten_dict
 
-from flaxformer_mt.config.train import TrackerName
+from flaxformer_mt.config.train import TrackerName, TrainConfig
 from flaxformer_mt.errors import first_line
 from flaxformer_mt.memory_limits import device_memory
 from flaxformer_mt.runs import atomic
-from flaxformer_mt.runs.layout import TENSORBOARD, TRACKERS
+from flaxformer_mt.runs.layout import METRICS, TENSORBOARD, TRACKERS
 from flaxformer_mt.training.reporting.console import Sample
-from flaxformer_mt.training.reporting.metrics import MetricValues, Writer
+from flaxformer_mt.training.reporting.metrics import JsonLinesWriter, MetricValues, Writer
 
 _PROJECT = "flaxformer_mt"
 
@@ -225,6 +225,14 @@ BY_NAME: Mapping[TrackerName, type[Tracker]] = {
     "trackio": Trackio,
 }
 """The trackers of `train.trackers`."""
+
+
+def default_writers(
+    config: TrainConfig, workdir: Path, announce: Callable[[str], None]
+) -> list[Writer | Tracker]:
+    """Returns the writer of `metrics.jsonl`, and the trackers of a configuration."""
+    chosen = [BY_NAME[name]() for name in dict.fromkeys(config.trackers)]
+    return [JsonLinesWriter(workdir / METRICS, announce), *chosen]
 
 
 def system_facts(devices: Sequence[Any]) -> dict[str, Any]:

@@ -1,1 +1,0 @@
-"""Lexical shortlists: learned from parallel text, and read to restrict the target vocabulary."""

@@ -1,0 +1,314 @@
+"""Fits the parameters of a run: its parts, the state to go on from, and the loop."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+from rich.console import Console
+
+from flaxformer_mt import distributed
+from flaxformer_mt.config import ExperimentConfig, to_dict
+from flaxformer_mt.data.dataset import Dataset
+from flaxformer_mt.data.stream.batches import Batch, DataPosition
+from flaxformer_mt.data.stream.placement import own_shard
+from flaxformer_mt.data.stream.training_stream import Prefetched
+from flaxformer_mt.decoding.translator import check_search
+from flaxformer_mt.experiment.start import Start
+from flaxformer_mt.experiment.test import Validation
+from flaxformer_mt.interruption import Interrupted, Interruption
+from flaxformer_mt.memory_limits import explained_exhaustion
+from flaxformer_mt.model.transformer import Transformer
+from flaxformer_mt.objectives.cross_entropy import Objective
+from flaxformer_mt.runs import changes
+from flaxformer_mt.runs.checkpoint import Checkpoints
+from flaxformer_mt.runs.folder import with_first_schedule
+from flaxformer_mt.training import continuation, devices, loop, warm_start
+from flaxformer_mt.training.devices import CompiledStep, RunDevices, make_devices, seed_key
+from flaxformer_mt.training.hooks import Hooks, SavedFirst
+from flaxformer_mt.training.objective import UserObjective, make_objective
+from flaxformer_mt.training.optimizer import make_optimizer, make_schedule
+from flaxformer_mt.training.parameters import Params
+from flaxformer_mt.training.reporting import trackers
+from flaxformer_mt.training.reporting.console import ConsoleWriter, is_notebook, make_console
+from flaxformer_mt.training.reporting.metrics import Writer
+from flaxformer_mt.training.reporting.notebook import NotebookProgress
+from flaxformer_mt.training.reporting.progress import Progress
+from flaxformer_mt.training.reporting.trackers import Tracker
+from flaxformer_mt.training.state import TrainState, create_state
+from flaxformer_mt.training.step import train_step
+
+_LESS_MEMORY = (
+    "set model.remat=full, or parallel.fsdp with several devices; a new run can also have more "
+    "train.accumulation_steps or a lower train.batch_tokens"
+)
+
+
+def _schedule(config: ExperimentConfig) -> optax.Schedule:
+    return make_schedule(config.optimizer, config.model.d_model, config.train.num_steps)
+
+
+def _state_maker(
+    config: ExperimentConfig, optimizer: optax.GradientTransformation
+) -> Callable[[jax.Array], TrainState]:
+    model = Transformer(config.model)
+    return functools.partial(create_state, model=model, optimizer=optimizer, config=config.train)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Experiment:
+    """The parts of an experiment, each of which is made when it is first asked for.
+
+    `own_objective`, if given, is minimized instead of that of the configuration, and `own_frozen`
+    is its last argument; `own_schedule` takes the place of the configured learning rates.
+    """
+
+    start: Start
+    own_objective: UserObjective | None = None
+    own_frozen: Any = None
+    own_schedule: optax.Schedule | None = None
+
+    def make(self) -> None:
+        """Makes all parts; their errors are raised before anything is written."""
+        _ = self.validation, self.train_step, self.state_shapes
+        if self.start.is_new:
+            _ = self.loaded
+
+    @functools.cached_property
+    def _tokenized(self) -> tuple[ExperimentConfig, Dataset]:
+        start = self.start
+        if start.config.model.has_inputs:
+            check_search(start.config.model, start.tokenizers, start.config.decode)
+        config, dataset = start.text.tokenized(start.tokenizers)
+        return config if start.is_new else with_first_schedule(start.folder, config), dataset
+
+    @property
+    def config(self) -> ExperimentConfig:
+        """The configuration with all sizes."""
+        return self._tokenized[0]
+
+    @property
+    def dataset(self) -> Dataset:
+        """The training stream and the evaluation sets."""
+        return self._tokenized[1]
+
+    @functools.cached_property
+    def devices(self) -> RunDevices:
+        """The devices, and what they compile."""
+        return make_devices(self.config.parallel)
+
+    @functools.cached_property
+    def model(self) -> Transformer:
+        """The model, as a Flax module."""
+        return Transformer(self.config.model)
+
+    @functools.cached_property
+    def schedule(self) -> optax.Schedule:
+        """From the number of updates made to the learning rate."""
+        return self.own_schedule or _schedule(self.config)
+
+    @functools.cached_property
+    def optimizer(self) -> optax.GradientTransformation:
+        """The optimizer with its schedule."""
+        return make_optimizer(self.config.optimizer, self.schedule)
+
+    @functools.cached_property
+    def state_shapes(self) -> TrainState:
+        """The shapes and dtypes of the state."""
+        return jax.eval_shape(_state_maker(self.config, self.optimizer), seed_key(0))
+
+    @functools.cached_property
+    def validation(self) -> Validation:
+        """Evaluates parameters."""
+        return Validation(self.config, self.dataset, self.devices)
+
+    @functools.cached_property
+    def _minimized(self) -> tuple[Objective, Any]:
+        if self.own_objective is not None:
+            return functools.partial(self.own_objective, self.config.model), self.own_frozen
+        train = self.config.train
+        teacher, frozen = warm_start.load_teacher(train.teacher, self.dataset.tokenizers)
+        return make_objective(self.model, train, teacher), frozen
+
+    @functools.cached_property
+    def train_step(self) -> Callable[..., Any]:
+        """The training step, as a pure function."""
+        objective, _ = self._minimized
+        return functools.partial(
+            train_step, objective=objective, optimizer=self.optimizer, config=self.config.train
+        )
+
+    def compile_train_step(self) -> CompiledStep:
+        """Compiles the training step for the devices and the shapes of the batches."""
+        return self.devices.compile_train_step(
+            self.train_step,
+            seed=self.config.train.seed,
+            frozen=self._minimized[1],
+            max_shapes=len(self.dataset.training.shapes),
+        )
+
+    @functools.cached_property
+    def loaded(self) -> tuple[Params | None, dict[str, Any]]:
+        """The parameters, and moments, of `train.init_from`, if any, on the host."""
+        train = self.config.train
+        if not train.init_from:
+            return None, {}
+        params = warm_start.load_parameters(
+            train.init_from, self.config.model, self.state_shapes.params
+        )
+        return params, warm_start.load_moments(train.init_from) if train.init_optimizer else {}
+
+    def initial_state(self, announce: Callable[[str], None] = print) -> TrainState:
+        """Creates the state before the first step, on the devices."""
+        mesh, rules = self.devices.mesh, self.devices.rules
+        make_state, seed = _state_maker(self.config, self.optimizer), self.config.train.seed
+        state = devices.create(make_state, mesh, seed=seed, rules=rules)
+        params, moments = self.loaded
+        if params is not None:
+            state = warm_start.start_from(state, params, mesh, rules)
+        if moments:
+            opt_state, differing = warm_start.with_moments(state.opt_state, moments)
+            state = dataclasses.replace(state, opt_state=opt_state)
+            new = f"; these begin anew: {', '.join(differing)}" if differing else ""
+            announce(f"the optimizer's moments are those of {self.config.train.init_from}{new}")
+        return state
+
+    def abstract_state(self, config: ExperimentConfig | None = None) -> TrainState:
+        """Returns the shapes, dtypes and shardings of the state, to restore a checkpoint into.
+
+        `config` is an earlier configuration of the run, with which the checkpoint was written.
+        """
+        shapes = self.state_shapes
+        if config is not None:
+            optimizer = make_optimizer(config.optimizer, _schedule(config))
+            shapes = jax.eval_shape(_state_maker(config, optimizer), seed_key(0))
+        return devices.abstract(shapes, self.devices.mesh, self.devices.rules)
+
+    def stream(self, position: DataPosition) -> Prefetched[Batch]:
+        """Returns an iterator of batches on the devices, from a position in the data."""
+        shard = own_shard(self.devices.mesh)
+        return self.dataset.training.prefetched(shard, self.devices.place_batch, position)
+
+
+def fit(
+    experiment: Experiment,
+    workdir: str | Path,
+    console: Console | None = None,
+    interruption: Interruption | None = None,
+    writers: Sequence[Writer | Tracker] | None = None,
+    hooks: Hooks | None = None,
+) -> None:
+    """Trains from the newest checkpoint, or from the start, and writes checkpoints and metrics.
+
+    Arguments and errors as of `train`; `writers` are by default the `default_writers`, and the
+    console comes in addition.
+    """
+    config, console, workdir = experiment.config.train, console or make_console(), Path(workdir)
+    if writers is None:
+        writers = trackers.default_writers(config, workdir, console.print)
+    several, in_notebook = jax.process_count() > 1, is_notebook()
+    display = ConsoleWriter(
+        config.num_steps,
+        Console(quiet=True) if in_notebook else console,
+        experiment.dataset.training.batches_per_epoch,
+    )
+    told = [each for each in writers if isinstance(each, Tracker)]
+    told += [NotebookProgress()] if in_notebook else []
+    tracking = trackers.Trackers(told if distributed.is_main() else [], console.print)
+    untracked = [each for each in writers if not isinstance(each, Tracker)]
+    all_writers = [*untracked, tracking, display] if distributed.is_main() else []
+
+    def validated(params: Params, step: int) -> dict[str, Any]:
+        display.validating()
+        metrics, samples = experiment.validation.validate(params)
+        display.translated(samples)
+        tracking.tell("translated", step, samples)
+        return metrics
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(explained_exhaustion("training", _LESS_MEMORY))
+        checkpoints = stack.enter_context(
+            Checkpoints(
+                workdir, config.keep_last, config.keep_best, config.best_metric, console.print
+            )
+        )
+        state, progress, lines = state_to_go_on_from(experiment, checkpoints, console.print)
+        compiled = experiment.compile_train_step()
+        compiled.on_compile = display.compiling
+        is_interrupted = stack.enter_context(
+            contextlib.nullcontext(lambda step: False)
+            if interruption is None
+            else interruption.deferred(distributed.agree if several else None, config.log_every)
+        )
+        user = SavedFirst(hooks or Hooks(), distributed.agree, config.log_every if several else 1)
+        after_step = Hooks()
+        after_step.add_hook(lambda info: display.after_step(info.step, info.sums))
+        after_step.add_hook(lambda info: is_interrupted(info.step))
+        after_step.add_hook(user)
+        system = trackers.system_facts(experiment.devices.devices)
+        tracking.tell("begin", workdir, to_dict(experiment.config) | {"system": system})
+        with contextlib.ExitStack() as closing:
+            for writer in all_writers:
+                closing.callback(writer.close)
+                writer.rewind(int(state.step))
+                for step, values in lines:
+                    writer.write(step, changes.SPLIT, values)
+            try:
+                loop.train(
+                    state,
+                    progress,
+                    train_step=compiled,
+                    stream=experiment.stream,
+                    evaluate=validated,
+                    schedule=experiment.schedule,
+                    checkpointer=checkpoints,
+                    writers=all_writers,
+                    config=config,
+                    devices=experiment.devices.devices,
+                    hooks=after_step,
+                )
+            except Interrupted as interrupted:
+                if not user.is_stopping:
+                    raise
+                console.print(f"by a hook, {interrupted}")
+        if why := loop.early_stop(progress, config):
+            console.print(why)
+        # While signals are still deferred.
+        checkpoints.wait()
+        user.finish()
+
+
+def state_to_go_on_from(
+    experiment: Experiment, checkpoints: Checkpoints, announce: Callable[[str], None] = print
+) -> tuple[TrainState, Progress, list[tuple[int, dict[str, str]]]]:
+    """Returns the state and the progress of the newest checkpoint, or those of a start.
+
+    Both are adapted to options that were changed after it. Also returns the lines about changes
+    that `metrics.jsonl` lacks.
+    """
+    latest, folder = checkpoints.latest_step(), checkpoints.run_folder
+    history = changes.read(folder)
+    if latest is None:
+        lines = changes.missing_lines(folder, history, 0)
+        return experiment.initial_state(announce), Progress(), lines
+    lines = changes.missing_lines(folder, history, latest)
+    pending = [each for each in history if each["step"] >= latest]
+    like = experiment.abstract_state()
+    if not pending:
+        state, saved = checkpoints.restore(like)
+        return state, Progress.from_json(saved), lines
+    earlier = experiment.abstract_state(changes.before(experiment.config, pending))
+    for entry in pending:
+        announce(f"changed after step {entry['step']:,}: {changes.described(entry)}")
+    if continuation.begins_epoch(pending):
+        announce("the data begin with a new epoch")
+    if not continuation.keeps_optimizer(earlier, like):
+        announce("the optimizer's state begins anew, but for its count of updates")
+    state, saved = checkpoints.restore(earlier)
+    freeze = experiment.config.train.freeze
+    state = continuation.adapted_state(state, like, experiment.optimizer, freeze)
+    return state, continuation.adapted_progress(Progress.from_json(saved), pending), lines

@@ -1,1 +1,0 @@
-"""Compares any PyTorch module with any JAX function of the same weights."""

@@ -1,1 +1,0 @@
-"""Finds the cause of a first difference among the known causes."""

@@ -1,0 +1,1 @@
+"""A JAX function as equations, and where and why a reference computes other values."""
