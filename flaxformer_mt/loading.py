@@ -12,9 +12,8 @@ from flaxformer_mt.decoding.text_arguments import require_path
 from flaxformer_mt.decoding.translator import Sentence, Translator
 from flaxformer_mt.errors import UserError, shown
 from flaxformer_mt.input_files import read_json
-from flaxformer_mt.interop.formats.bundle import ModelBundle
+from flaxformer_mt.interop.formats.bundle import OWN, ModelBundle, read_bundle
 from flaxformer_mt.interop.formats.hub_families import HUB_FAMILIES
-from flaxformer_mt.interop.formats.registry import OWN, read_bundle
 from flaxformer_mt.plotting.attention_page import AttentionPicture
 from flaxformer_mt.presets import canonical_family
 from flaxformer_mt.remote.reading import local

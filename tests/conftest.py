@@ -4,6 +4,7 @@ XLA_FLAGS of the caller are kept, so `XLA_FLAGS=--xla_cpu_max_isa=AVX2 pytest` t
 processor without AVX-512 computes.
 """
 
+import contextlib
 import gc
 import importlib.metadata
 import itertools
@@ -68,6 +69,97 @@ jaxtyping.install_import_hook(
 )
 
 
+# Tests and fixtures that may take more than `--max-cpu-seconds=3`: they compile what the tests
+# after them use, or start processes.
+EXPENSIVE = frozenset(
+    [
+        "test_promises.py::run",
+        "test_promises.py::test_a_folder_of_each_format_survives",
+        "test_promises.py::test_a_published_model_has_the_same_values_and_gradients",
+        "test_promises.py::test_a_run_that_is_killed_continues_to_the_same_bits",
+        "test_promises.py::test_a_wide_beam_finds_the_best_of_all_hypotheses",
+        "test_promises.py::test_many_devices_train_like_one",
+        "test_promises.py::test_packed_sentences_are_trained_like_separate_ones",
+        "test_promises.py::test_the_whole_pipeline_learns",
+        "test_promises.py::test_translations_are_those_of_generate",
+        "trained_run",
+        "test_alignments.py::test_links_survive_filters_hold_out_duplicates_and_packing",
+        "test_attention_command.py::test_the_page_of_a_sentence_and_its_translation",
+        "test_block_workers.py::test_batches_are_the_same_with_any_number_of_workers",
+        "test_block_workers.py::test_batches_go_on_when_workers_are_killed",
+        "test_changed_vocabulary.py::test_marian_learns_a_language_code",
+        "test_checkpoint.py::test_a_full_disk",
+        "test_checkpoints_of_any_tree.py::test_a_saved_run_is_a_run_folder",
+        "test_cli.py::test_interrupted_and_shared_translations_equal_a_whole_one",
+        "test_cli.py::test_translate_keeps_line_structure",
+        "test_continuous_batching.py::test_results_do_not_depend_on_order_or_other_sentences",
+        "test_convert.py::test_the_published_model_of_the_other_family_computes_the_same",
+        "test_convert_files.py::test_adam_is_converted_where_tensors_are_rearranged",
+        "test_devices.py::test_pmap_agrees_with_one_device",
+        "test_doctor.py::test_two_processes",
+        "test_experiment.py::run",
+        "test_functional.py::test_attention_is_its_equation",
+        "test_fused_attention.py::test_equals_the_einsum_and_its_gradients",
+        "test_grouped_queries.py::test_kernels_equal_the_einsum",
+        "test_hub_folders.py::test_each_sentence_can_have_its_languages",
+        "test_jax_export.py::exported",
+        "test_jax_export.py::test_a_line_that_the_server_cannot_translate_loses_no_other",
+        "test_linear.py::test_a_changed_map_is_changed_in_cached_steps",
+        "test_loading.py::test_run_folders_and_folders_of_opus_mt",
+        "test_phrase_constraints.py::test_a_wide_beam_finds_the_best_with_all_phrases",
+        "test_sampling.py::test_sequences_are_drawn_with_their_probabilities",
+        "test_scoring.py::test_scores_are_those_of_the_full_pass_of_each_pair",
+        "test_serving.py::test_it_answers_as_openai_does",
+        "test_sharding.py::test_bytes_of_a_device_shrink_as_the_rules_say",
+        "test_step.py::test_gpus_compute_the_same_update_where_they_write_it",
+        "test_step.py::test_parts_and_devices_drop_different_units",
+        "test_training_samples.py::test_log_probabilities_are_those_of_the_full_pass",
+        "test_translate_function.py::test_sharded_parameters_are_gathered",
+        "test_translate_function.py::test_the_examples_run",
+        "test_translator.py::test_long_input_is_split",
+        "test_warm_start.py::test_with_its_moments_a_run_goes_on_as_if_it_had_not_ended",
+    ]
+)
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--max-cpu-seconds",
+        type=float,
+        metavar="SECONDS",
+        help="fail each test, and each fixture, that takes more processor time, of this process "
+        "and of those that it waits for, unless it is slow or EXPENSIVE of tests/conftest.py lists "
+        "it. For whoever adds tests: by default no run fails because a machine is slow, or because "
+        "a test is the first that compiles a program",
+    )
+
+
+@contextlib.contextmanager
+def _limited(request, name):
+    """Fails if what is done here takes more processor time than the option of the run allows."""
+    limit = request.config.option.max_cpu_seconds
+    before = sum(os.times()[:4])
+    yield
+    spent = sum(os.times()[:4]) - before
+    if limit is not None and spent > limit and name not in EXPENSIVE:
+        pytest.fail(f"{name} took {spent:.1f} s of processor time, more than {limit:g} s")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    if item.get_closest_marker("slow"):
+        return (yield)
+    with _limited(item, f"{item.path.name}::{item.name.partition('[')[0]}"):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef, request):
+    name = f"{request.path.name}::" if fixturedef.scope != "session" else ""
+    with _limited(request, name + fixturedef.argname):
+        return (yield)
+
+
 @pytest.hookimpl(tryfirst=True, optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """Lets each worker begin with files of its own, and take over tests when it has no more.
@@ -81,7 +173,8 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Marks the parameters that `slow_except` does not name as slow, before tests are chosen."""
+    """Puts the promises first, and marks what `slow_except` does not name as slow."""
+    items.sort(key=lambda item: item.path.name != "test_promises.py")
     unused = {}
     for item in items:
         for marker in item.iter_markers("slow_except"):

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import types
 
-import jax
 import numpy as np
 import optax
 import pytest
@@ -85,46 +84,6 @@ def test_translate_keeps_line_structure(run, command):
         assert (code, err) == (0, "")
         assert out.split("\n") == [*expected, ""]
     assert command("translate", "--run", run, stdin=b"") == (0, "", "")
-
-
-@pytest.mark.slow
-def test_translate_takes_search_options_and_checkpoints(run, command):
-    _, out, _ = command(
-        "translate", "--run", run, "--checkpoint", "2", "--beam-size", "2",
-        "--length-penalty", "0", "--n-best", "2", stdin="\n".join(LINES).encode(),
-    )  # fmt: skip
-    expected = Translator.from_run(run, 2).translate_n_best(
-        LINES, 2, beam_size=2, length_penalty=0.0
-    )
-    assert out.splitlines() == [
-        f"{index} ||| {hypothesis.text} ||| {hypothesis.score:.6f}"
-        for index, hypotheses in enumerate(expected)
-        # Of an empty line there is one translation, which is repeated.
-        for hypothesis in (hypotheses * 2)[:2]
-    ]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", ["text", "jsonl"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--beam-size", "3"],
-        ["--mbr-samples", "3", "--top-k", "1"],
-    ],
-)
-def test_n_best_lists_have_n_lines_for_every_sentence(run, command, form, options):
-    """Also for empty lines, and if the search finds fewer different translations."""
-    _, out, _ = command(
-        "translate", "--run", run, "--n-best", "3", "--format", form, *options,
-        stdin=b"Hund\n\nein Hund\n",
-    )  # fmt: skip
-    lines = out.splitlines()
-    if form == "jsonl":
-        assert [len(json.loads(line)["translations"]) for line in lines] == [3, 3, 3]
-    else:
-        assert [line.split(" ||| ")[0] for line in lines] == [*"000111222"]
-        assert lines[3] == lines[5]
 
 
 def test_translate_reads_and_writes_files(run, command, tmp_path):
@@ -395,40 +354,6 @@ def test_translate_prompts_on_a_terminal(run, monkeypatch, capfdbinary):
     assert captured.out.decode().splitlines() == expected
     assert "type a sentence; Ctrl-D ends" in captured.err.decode()
     assert b"\n> " in captured.err
-
-
-@pytest.mark.slow
-def test_inspect_distinguishes_models(run, command):
-    talker = make_talker()
-    _, out, _ = command("inspect", "--run", run, "--json")
-    last = json.loads(out)
-    leaves = jax.tree.leaves(random_params(talker.model))
-    fingerprint = talker.tokenizers.source.fingerprint
-    assert last["step"] == 2
-    assert last["parameter_count"] == sum(leaf.size for leaf in leaves)
-    assert last["tokenizer_fingerprints"] == {"source": fingerprint, "target": fingerprint}
-    assert last["data_fingerprints"] == {"train": "0123"}
-    assert last["config"] == json.loads(to_json(talker.config))
-    best = json.loads(command("inspect", "--run", run, "--checkpoint", "best", "--json")[1])
-    assert best["step"] == 1
-    assert best["parameters_sha256"] != last["parameters_sha256"]
-    assert last["checkpoints"] == {"1": {"loss": 1.0}, "2": {"loss": 2.0}}
-    assert last["sizes"]["source_vocab_size"] == talker.tokenizers.source.vocab_size > 0
-    assert last["sizes"]["head_dim"] == talker.model.d_model // talker.model.num_heads
-    shapes = {
-        "/".join(key.key for key in path): list(leaf.shape)
-        for path, leaf in jax.tree.leaves_with_path(random_params(talker.model))
-    }
-    assert last["parameters"] == shapes
-    lines = command("inspect", "--run", run)[1].splitlines()
-    assert lines[0] == "step: 2"
-    path, shape = next(iter(shapes.items()))
-    assert not any(line.startswith("parameters.") for line in lines)
-    with_parameters = command("inspect", "--run", run, "--parameters")[1].splitlines()
-    assert f"parameters.{path}: {shape}" in with_parameters
-    assert "checkpoints.1.loss: 1.0" in lines
-    assert f"parameters_sha256: {last['parameters_sha256']}" in lines
-    assert "config.decode.beam_size: 3" in lines
 
 
 def test_inspect_shows_what_there_is(tmp_path, command):

@@ -4,12 +4,10 @@ import json
 
 import pytest
 
-from benchmarks.compiled.modules import groups, module_of
-from benchmarks.compiled.program import collectives, parse, sent_bytes, unordered_sums
+from benchmarks.compiled.modules import groups
+from benchmarks.compiled.program import collectives, parse, sent_bytes
 from benchmarks.compiled.roofline import kernels
-from benchmarks.compiled.targets import DEVICES, GPUS, default_topology
 from flaxformer_mt.accelerators import ACCELERATORS
-from flaxformer_mt.errors import UserError
 
 GPU = """\
 HloModule jit_step, is_scheduled=true
@@ -174,35 +172,6 @@ def test_a_scatter_into_a_cache_moves_its_updates_only():
     assert kernel.bytes == 2 * (2 * 8 * 16) + 4 * 8
 
 
-@pytest.mark.parametrize(
-    ("body", "attributes", "is_listed"),
-    [
-        ("%c = bf16[] add(%a, %b)", "", True),
-        ("%c = bf16[] add(%a, %b)", ", unique_indices=true", False),
-        ("%b.1 = bf16[] parameter(1)", "", False),
-    ],
-)
-def test_scatters_that_add_are_listed(body, attributes, is_listed):
-    combine = f"""
-%combine (a: bf16[], b: bf16[]) -> bf16[] {{
-  %a = bf16[] parameter(0)
-  %b = bf16[] parameter(1)
-  ROOT {body}
-}}
-"""
-    program = parse(
-        SCATTER.replace("update_window_dims={1,2}", "to_apply=%combine" + attributes) + combine
-    )
-    assert [each.opcode for each in unordered_sums(program)] == ["scatter"] * is_listed
-
-
-def test_products_whose_parts_are_added_atomically_are_listed():
-    line = '%dot = f32[8,4]{1,0} dot(%x, %y), backend_config={"split_k":"N"}'
-    program = "%gemm (x: f32[8,4]) -> f32[8,4] {\n  ROOT " + line + "\n}\n"
-    assert not unordered_sums(parse(program.replace("N", "1")))
-    assert len(unordered_sums(parse(program.replace("N", "16")))) == 1
-
-
 def test_collectives_of_a_gpu():
     gather, total = collectives(parse(GPU))
     assert gather.kind == "all-gather"
@@ -259,61 +228,6 @@ def test_groups_that_cannot_be_read_are_an_error():
         sent_bytes(COLLECTIVES.replace("[4,2]<=[8]", "something"))
 
 
-def test_a_scatter_that_a_tpu_writes_as_a_sum():
-    program = """\
-HloModule jit_step
-
-%all-reduce-scatter.1 (x: f32[16,8]) -> f32[4,8] {
-  %x = f32[16,8]{1,0:T(8,128)} parameter(0)
-  %sum = f32[16,8]{1,0:T(8,128)} all-reduce(%x), channel_id=1, replica_groups={{0,1,2,3}}
-  ROOT %shard = f32[4,8]{1,0:T(8,128)} dynamic-slice(%sum, %x, %x), dynamic_slice_sizes={4,8}
-}
-
-ENTRY %main (x: f32[16,8]) -> f32[4,8] {
-  %x = f32[16,8]{1,0:T(8,128)} parameter(0)
-  ROOT %out = f32[4,8]{1,0:T(8,128)} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.1
-}
-"""
-    [scatter] = collectives(parse(program))
-    assert scatter.kind == "reduce-scatter"
-    assert scatter.sent == 3 / 4 * 16 * 8 * 4
-
-
-def test_an_operation_in_several_steps_is_one():
-    [gather] = collectives(parse(TPU))
-    assert gather.is_asynchronous
-    assert gather.sent == 3 / 4 * 8 * 4 * 4
-
-
-@pytest.mark.parametrize(
-    ("source", "module"),
-    [
-        ("encoder/while/body/layers/self_attention/dot", "self-attention of the encoder"),
-        ("decoder/layers/layers._after_self_attention/feed_forward/dot", "feed-forward"),
-        ("decoder/layers/layers._residual/self_attention.project/key/dot", "self-attention"),
-        ("decoder/decoder.project_encoded/layers/cross_attention/dot", "cross-attention"),
-        ("decoder/while/body/closed_call/layers/cross_attention_norm/mul", "norms"),
-        ("decoder/while/body/jit(dynamic_index_in_dim)/dynamic_slice", "copies of the loop"),
-        ("decoder/while", "copies of the loop"),
-        ("Transformer._embed_target/embedding_dropout/jit(_where)/select_n", "dropout"),
-        ("Transformer._embed_target/target_embedding/jit(_take)/gather", "embeddings"),
-        ("decoder/final_norm/mul", "norms"),
-        ("decoder/add", "rest of the model"),
-    ],
-)  # fmt: skip
-def test_modules(source, module):
-    assert module_of(f"jit(with_rules)/jvp(Transformer)/{source}") == module
-    backward = f"jit(with_rules)/transpose(jvp(Transformer))/{source}"
-    assert module_of(backward) == f"{module}, backward"
-
-
-def test_other_modules():
-    assert module_of("jit(with_rules)/jvp()/while/body/closed_call/reduce_sum") == "loss"
-    assert module_of("jit(with_rules)/jvp(vmap())/while/body/dot_general") == "loss"
-    assert module_of("jit(with_rules)/sqrt") == "optimizer"
-    assert module_of("") == "no source"
-
-
 def test_groups_add_up():
     device = ACCELERATORS["h100"]
     found = kernels(parse(GPU))
@@ -323,13 +237,3 @@ def test_groups_add_up():
     total = sum(kernel.seconds(device) for kernel in found)
     assert sum(group.seconds for group in added) == pytest.approx(total)
     assert json.dumps([group._asdict() for group in added])
-
-
-def test_topologies():
-    assert set(DEVICES) <= set(ACCELERATORS)
-    assert [default_topology(name, 8) for name in GPUS] == ["1x1x8"] * len(GPUS)
-    assert default_topology("v5e", 1) == "2x2"
-    assert default_topology("v5e", 16) == "4x4"
-    assert default_topology("v5p", 64) == "4x4x4"
-    with pytest.raises(UserError, match="no topology of v5e has 12 devices"):
-        default_topology("v5e", 12)

@@ -250,21 +250,6 @@ def test_p_values_equal_those_of_sacrebleus_program(tmp_path, kind, option):
     check_paired_test(tmp_path, 30, kind, option, 50)
 
 
-@pytest.mark.slow  # As the two tests above, of a real size and with sacreBLEU's defaults.
-def test_intervals_equal_those_of_sacrebleus_program_with_its_defaults(tmp_path, monkeypatch):
-    check_intervals(tmp_path, 1000, 1000, monkeypatch)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "option", "resamples"), [("bootstrap", "bs", 1000), ("randomization", "ar", 10000)]
-)
-def test_p_values_equal_those_of_sacrebleus_program_with_its_defaults(
-    tmp_path, kind, option, resamples
-):
-    check_paired_test(tmp_path, 1000, kind, option, resamples)
-
-
 def test_options_of_sacrebleu():
     metrics = evaluate(HYPOTHESES, REFERENCES, tokenize="char", lowercase=True)
     assert (
@@ -375,16 +360,6 @@ def test_what_a_tokenizer_needs_is_named(monkeypatch):
     monkeypatch.delitem(sys.modules, "sacrebleu.tokenizers.tokenizer_ja_mecab", raising=False)
     with pytest.raises(UserError, match=r"ja-mecab cannot be used: .* pip install"):
         evaluate(HYPOTHESES, REFERENCES, tokenize="ja-mecab")
-
-
-@pytest.mark.slow
-def test_equal_texts_are_not_significantly_different():
-    systems = {"a": ["a b c x", "e f g h"], "b": ["a b c x", "e f g h"]}
-    references = ["a b c d", "e f g h"]
-    for significance in ("bootstrap", "randomization"):
-        scores = compare(systems, references, standard=["bleu"], significance=significance)
-        assert scores["b"]["bleu"].p_value == 1
-        assert scores["a"]["bleu"].p_value is None
 
 
 @pytest.mark.parametrize(

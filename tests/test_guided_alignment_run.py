@@ -19,7 +19,6 @@ from flaxformer_mt.config import (
 from flaxformer_mt.config.experiment import with_changes
 from flaxformer_mt.decoding.scoring.scorer import Scorer
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.experiment import dry_run
 from flaxformer_mt.trained_model import load_run
 
 COUNT = 8
@@ -113,46 +112,6 @@ def test_a_run_that_learns_links_is_better_aligned(config, tmp_path):
     with pytest.raises(UserError, match=r"train\.guided_alignment_weight: 1\.0 in the run, 2\.0 n"):
         fmt.train(other, guided.folder)
     assert fmt.train(longer, guided.folder).latest_step == 151
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("changes", "options"),
-    [
-        pytest.param(
-            {"parallel": {"strategy": "pmap", "num_devices": 2}},
-            {},
-            marks=pytest.mark.slow,
-            id="pmap",
-        ),
-        pytest.param(
-            {"parallel": {"num_devices": 4, "fsdp": 2}}, {"accumulation_steps": 2}, id="mesh"
-        ),
-    ],
-)
-def test_the_loss_does_not_depend_on_the_devices(config, tmp_path, changes, options):
-    steps = {"num_steps": 2, "log_every": 2, "eval_every": 2, "checkpoint_every": 2}
-    runs = [
-        fmt.train(with_changes(config, {"train": {**steps, **more}, **parallel}), tmp_path / name)
-        for name, parallel, more in (("one", {}, {}), ("several", changes, options))
-    ]
-    one, several = (run.metrics("train")[0] for run in runs)
-    for name in ("loss", "alignment", "gradient_norm", "target_tokens"):
-        np.testing.assert_allclose(several[name], one[name], rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_several_shapes_and_the_cost_of_a_step(config, tmp_path, capsys):
-    buckets = with_changes(
-        config,
-        {
-            "data": {"batching": "buckets", "bucket_lengths": (4, 8)},
-            "train": {"num_steps": 3, "eval_every": 3, "checkpoint_every": 3, "log_every": 3},
-        },
-    )
-    dry_run(buckets, tmp_path / "run")
-    assert capsys.readouterr().out.count("one compilation for") == 2
-    assert fmt.train(buckets, tmp_path / "run").metrics("train")[0]["alignment"] > 0
 
 
 def test_options_that_do_not_fit_together(config, tmp_path):

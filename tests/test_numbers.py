@@ -53,7 +53,13 @@ def assert_accepted_or_named(load, group, field):
         assert bounds_of(field).problem(number) == ""
 
 
-@pytest.mark.parametrize(("group", "field"), NUMERIC, ids=lambda value: getattr(value, "name", ""))
+@pytest.mark.parametrize(
+    ("group", "field"),
+    [
+        pytest.param(group, field, id=field.name, marks=[pytest.mark.slow] if index % 6 else [])
+        for index, (group, field) in enumerate(NUMERIC)
+    ],
+)
 def test_in_configuration_files_and_metadata(tmp_path, group, field):
     for value in VALUES:
         text = f"({value},)" if is_tuple(group, field) else value

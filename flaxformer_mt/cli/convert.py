@@ -89,9 +89,8 @@ def convert(
       like: For each of them the language whose embedding theirs begins with.
     """
     from flaxformer_mt.data.corpora.text_files import read_lines
+    from flaxformer_mt.interop.convert import VocabularyOptions, not_written
     from flaxformer_mt.interop.convert import convert as convert_model
-    from flaxformer_mt.interop.convert import not_written
-    from flaxformer_mt.interop.vocabulary.options import VocabularyOptions
 
     if len(add_language) != len(like):
         raise UserError(

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.interop import checkpoint_files
 from flaxformer_mt.interop.families import FAMILIES as FAMILIES
 from flaxformer_mt.interop.families import find
 from flaxformer_mt.interop.formats import own_format
@@ -90,7 +92,13 @@ def save(
         raise TypeError(f"config must be a TransformerConfig, not {type(config).__name__}")
     if not isinstance(params, Mapping):
         raise TypeError(f"params must be nested dicts of arrays, not {type(params).__name__}")
+    path = Path(path)
     if family == own_format.OWN:
-        own_format.write(Path(path), TrainingState(config, model_params(params), adam), family)
+        own_format.write(path, TrainingState(config, model_params(params), adam), family)
+    elif adam is None:
+        checkpoint_files.write(path, checkpoints.to_state_dict(find(family), config, params))
+    elif path.suffix == ".safetensors":
+        raise UserError(f"{path}: PyTorch reads Adam's state from .pt files only: use .pt")
     else:
-        adam_state.save(family, config, params, path, adam)
+        content = adam_state.to_checkpoint(find(family), config, params, adam)
+        checkpoint_files.write_torch(path, content)

@@ -83,26 +83,6 @@ class Conversion(NamedTuple):
         )
 
 
-def adapt(
-    config: TransformerConfig,
-    params: Mapping[str, Any],
-    family: Family,
-    accepted: Collection[str] = (),
-) -> tuple[TransformerConfig, dict[str, Any], tuple[str, ...]]:
-    """Converts parameters to equivalent parameters of another family, without carried tensors.
-
-    `accepted` are switches in which the result may differ slightly: "norm_epsilon" or nothing.
-
-    Returns:
-      The other family's configuration and parameters, and one-line notes on the changes.
-
-    Raises:
-      UserError: the families differ in a switch, and no equivalent weights exist.
-    """
-    state = adapt_training(TrainingState(config, dict(params), None), family, accepted)
-    return state.config, state.params, state.notes
-
-
 def check_adaptable(config: TransformerConfig, family: Family) -> None:
     """Checks what `adapt` requires of a configuration, assuming that no tables are equal.
 
@@ -118,10 +98,18 @@ def check_adaptable(config: TransformerConfig, family: Family) -> None:
         list(find_steps(conversion, {}))
 
 
-def adapt_training(
-    state: TrainingState, family: Family, accepted: Collection[str] = ()
-) -> TrainingState:
-    """As `adapt`, including Adam's state if its moments can be converted; notes are replaced."""
+def adapt(state: TrainingState, family: Family, accepted: Collection[str] = ()) -> TrainingState:
+    """Converts parameters to equivalent parameters of another family, without carried tensors.
+
+    `accepted` are switches in which the result may differ slightly: "norm_epsilon" or nothing.
+
+    Returns:
+      The other family's configuration and parameters, Adam's state if its moments can be converted,
+      and one-line notes on the changes.
+
+    Raises:
+      UserError: the families differ in a switch, and no equivalent weights exist.
+    """
     arrays = mapping.by_path(state.params)
     validation.check_params(state.config, arrays)
     conversion = _closest_configuration(state.config, family, accepted)

@@ -15,7 +15,6 @@ import json
 import platform
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import jax
@@ -27,7 +26,7 @@ from flaxformer_mt import interop
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError, first_line, prefixed
 from flaxformer_mt.input_files import Count, Finite, read_json
-from flaxformer_mt.interop.formats.registry import read_bundle
+from flaxformer_mt.interop.formats.bundle import Notes, read_bundle
 from flaxformer_mt.interop.weight_maps.adam_state import TrainingState
 from flaxformer_mt.interop.weight_maps.mapping import by_path, model_params
 from flaxformer_mt.model.transformer import Transformer
@@ -95,8 +94,8 @@ def write(
     source: Path,
     family: str,
     export: Path,
-    settings: Mapping[str, Any] = MappingProxyType({}),
-) -> tuple[str, ...]:
+    settings: Mapping[str, Any],
+) -> Notes:
     """Compares an export with the model that it was written from, and writes its certificate.
 
     Layers without embeddings, which take no tokens, get none.

@@ -177,7 +177,7 @@ def read_widened(
     return tensors, dtypes.most_common(1)[0][0] if dtypes else "float32"
 
 
-def write(path: str | os.PathLike[str], tensors: Tensors) -> None:
+def write(path: Path, tensors: Tensors) -> None:
     """Writes a state dict as .safetensors, or for PyTorch as .pt (or its other usual suffixes).
 
     Entries that share one array also share it in a PyTorch file, as in the state dict of a model
@@ -186,7 +186,6 @@ def write(path: str | os.PathLike[str], tensors: Tensors) -> None:
     Raises:
       UserError: the suffix is neither, or the folder does not exist or cannot be written to.
     """
-    path = Path(path)
     if path.suffix == ".safetensors":
         write_safetensors(path, tensors, {"format": "pt"})
     else:
@@ -282,10 +281,6 @@ def to_numpy(name: Any, value: Any) -> np.ndarray:
     dtype = str(value.dtype).removeprefix("torch.")
     if dtype not in ("float32", "float64"):
         raise UserError(f"tensor {name} is {dtype}, but must be float32 or float64")
-    return _array(name, value)
-
-
-def _array(name: str, value: Any) -> np.ndarray:
     try:
         return np.array(value.numpy(force=True) if hasattr(value, "detach") else value)
     except (RuntimeError, TypeError) as error:  # It is sparse or nested, or has no values ("meta").

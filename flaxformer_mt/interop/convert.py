@@ -14,20 +14,14 @@ from typing import Any
 from flaxformer_mt import interop
 from flaxformer_mt.errors import UserError, prefixed
 from flaxformer_mt.interop import FAMILIES, certificate
-from flaxformer_mt.interop.adaptation import adapt_training
+from flaxformer_mt.interop.adaptation import adapt
 from flaxformer_mt.interop.checkpoint_files import TORCH_SUFFIXES
+from flaxformer_mt.interop.formats import bundle as bundles
 from flaxformer_mt.interop.formats import own_format
-from flaxformer_mt.interop.formats.hub_families import HUB_FAMILIES
+from flaxformer_mt.interop.formats.bundle import READERS, WRITERS, ModelBundle, Notes
 from flaxformer_mt.interop.formats.own_format import OWN
-from flaxformer_mt.interop.formats.registry import (
-    READERS,
-    WRITERS,
-    BundleWriter,
-    Notes,
-    function_of,
-    read_bundle,
-)
-from flaxformer_mt.interop.vocabulary.options import UNCHANGED, VocabularyOptions, with_options
+from flaxformer_mt.interop.vocabulary.changes import with_vocabulary
+from flaxformer_mt.interop.vocabulary.tokens import extended, trimmed
 from flaxformer_mt.interop.weight_maps.adam_state import TrainingState
 from flaxformer_mt.presets import canonical_family
 from flaxformer_mt.runs import atomic
@@ -41,6 +35,20 @@ OTHER_SUFFIXES = (
 """Suffixes of other files, which are rejected: users expect a file with this suffix."""
 
 
+@dataclasses.dataclass(frozen=True)
+class VocabularyOptions:
+    """What a conversion changes of a vocabulary: tokens to remove, then tokens to add."""
+
+    texts: tuple[str, ...] = ()
+    """Sentences whose tokens are kept; without any, all are."""
+    tokens: tuple[str, ...] = ()
+    languages: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """New languages with those whose rows theirs begin with."""
+
+
+_UNCHANGED = VocabularyOptions()
+
+
 def convert(
     source_family: str,
     target_family: str,
@@ -50,7 +58,7 @@ def convert(
     accepted: Collection[str] = (),
     quantization: str | None = None,
     certified: bool = True,
-    vocabulary: VocabularyOptions = UNCHANGED,
+    vocabulary: VocabularyOptions = _UNCHANGED,
 ) -> Notes:
     """Converts a model of one family or format to another.
 
@@ -71,8 +79,8 @@ def convert(
 
     Raises:
       UserError: the source cannot be read; the families differ in a switch for which no equivalent
-        weights exist; a vocabulary is missing; the target cannot be written, is the source, or is
-        an existing folder.
+        weights exist; a vocabulary is missing, or cannot be changed like this; the target cannot be
+        written, is the source, or is an existing folder.
     """
     source, target = Path(source), Path(target)
     source_family, target_family = canonical_family(source_family), canonical_family(target_family)
@@ -84,7 +92,7 @@ def convert(
     if quantization is not None and target_family != "ctranslate2":
         raise UserError("--quantization is for --to ctranslate2 only: remove it")
     if target.suffix in FILE_SUFFIXES:
-        if vocabulary != UNCHANGED:
+        if vocabulary != _UNCHANGED:
             raise UserError(f"{target}: the vocabulary is changed in folders, which hold it")
         found, written, notes = _convert_to_file(
             source_family, target_family, source, target, overrides, accepted
@@ -104,22 +112,32 @@ def convert(
             f"has no such suffix{', or a .safetensors file' if target_family == OWN else ''}"
         )
     atomic.require_absent(target)  # Fails before the source is read.
-    bundle, notes = read_bundle(source_family, source, overrides)
+    bundle, notes = bundles.read_bundle(source_family, source, overrides)
     with prefixed(f"{source}: "):
-        bundle, changes = with_options(bundle, vocabulary)
+        bundle, changes = _with_options(bundle, vocabulary)
     notes += changes
     if target_family == OWN:
         bundle.write_run(target)
         return notes
-    write: BundleWriter = function_of(WRITERS[target_family], "write")
-    options = {"family": target_family} if target_family in HUB_FAMILIES else {}
-    options |= {} if quantization is None else {"quantization": quantization}
+    options = {} if quantization is None else {"quantization": quantization}
     with prefixed(f"{source} cannot be converted to {target_family}: "):
-        notes += write(bundle, target, accepted, **options)
+        notes += bundles.write_bundle(target_family, bundle, target, accepted, **options)
     if certified:
         state = TrainingState(bundle.config.model, bundle.params, None)
         notes += _certified(state, source, target_family, target, {})
     return notes
+
+
+def _with_options(bundle: ModelBundle, options: VocabularyOptions) -> tuple[ModelBundle, Notes]:
+    notes: Notes = ()
+    if options.texts:
+        bundle, lines = with_vocabulary(bundle, trimmed(bundle.tokenizers, options.texts))
+        notes += lines
+    if options.tokens or options.languages:
+        change = extended(bundle.tokenizers, options.tokens, options.languages)
+        bundle, lines = with_vocabulary(bundle, change)
+        notes += lines
+    return bundle, notes
 
 
 def _certified(
@@ -153,7 +171,7 @@ def _convert_to_file(
         raise UserError(f"{target}: the output must not be the input")
     notes: Notes = ()
     if source.is_dir() or source_family not in (OWN, *FAMILIES):
-        bundle, notes = read_bundle(source_family, source, overrides)
+        bundle, notes = bundles.read_bundle(source_family, source, overrides)
         state, origin = TrainingState(bundle.config.model, bundle.params, None), OWN
     elif source_family == OWN:
         state, origin = own_format.read(source, overrides)
@@ -167,7 +185,7 @@ def _convert_to_file(
         if target_family not in FAMILIES:
             raise UserError(f"{target} names a file: {target_family} is written as a folder")
         if target_family != origin:
-            state = adapt_training(state, FAMILIES[target_family], accepted)
+            state = adapt(state, FAMILIES[target_family], accepted)
         if state.adam is not None and target.suffix == ".safetensors":
             note = "Adam's state is dropped: PyTorch reads it from .pt files only"
             state = state._replace(adam=None, notes=(*state.notes, note))

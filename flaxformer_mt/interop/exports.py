@@ -1,7 +1,8 @@
 """Which formats a trained model could be exported to, told from its configuration alone."""
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from typing import Any
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
@@ -84,11 +85,7 @@ def ctranslate2_obstacle(model: TransformerConfig, accepted: Collection[str] = (
 def _marian_obstacle(model: TransformerConfig) -> str:
     if min(model.bos_id, model.pad_id) < 0:
         return "it needs a start token and a padding token"
-    try:
-        adaptation.check_adaptable(model, marian.FAMILY)
-    except UserError as error:
-        return str(error)
-    return ""
+    return _refusal(adaptation.check_adaptable, model, marian.FAMILY)
 
 
 def marian_native_obstacle(model: TransformerConfig) -> str:
@@ -96,8 +93,12 @@ def marian_native_obstacle(model: TransformerConfig) -> str:
     for name, wanted in marian_native.TOKENS.items():
         if getattr(model, name) != wanted:
             return f"{name}={getattr(model, name)}, not {wanted}"
+    return _refusal(validation.check_switches, marian_native.FAMILY, model)
+
+
+def _refusal(check: Callable[..., None], *arguments: Any) -> str:
     try:
-        validation.check_switches(marian_native.FAMILY, model)
+        check(*arguments)
     except UserError as error:
         return str(error)
     return ""

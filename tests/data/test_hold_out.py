@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib
-import random
 
 import pytest
 
@@ -167,16 +166,6 @@ def test_most_held_out_pairs_remain_while_the_file_grows(tmp_path):
         assert len({*few[role]} & {*in_proportion[role]}) >= 26
 
 
-def test_all_translations_of_a_source_are_in_one_set(tmp_path):
-    spellings = ("{}", " {} ", "\u200b{}\xa0", "{}!")
-    pairs = [(random.Random(i).choice(spellings).format(source.swapcase()), target)
-             for i, (source, target) in enumerate(numbered(1000))]  # fmt: skip
-    parts, corpora = divide(tmp_path, pairs)
-    check(corpora, [1000], 32, DataConfig())
-    sources = [{comparable(source) for source, _ in part} for part in parts.values()]
-    assert sum(map(len, sources)) == len(set.union(*sources)) == 500
-
-
 def test_held_out_pairs_are_part_of_the_fingerprint(tmp_path):
     parts, corpora = divide(tmp_path, numbered(1000))
     options = ({}, {"hold_out": 64}, {"filter_held_out": False}, {"drop_identical": True},
@@ -234,15 +223,6 @@ def test_the_test_split_is_optional(tmp_path):
     assert corpora["test"] == []
     assert without["valid"] == with_test["valid"]
     assert len(without["train"]) == len(with_test["train"]) + len(with_test["test"])
-
-
-def test_a_source_of_several_corpora_is_on_one_side(tmp_path):
-    write(tmp_path / "other.tsv", [(en, f"Andere {fr}") for en, fr in numbered(60)])
-    corpora = (CorpusConfig(), CorpusConfig(path=str(tmp_path / "other.tsv"), tag="<x>"))
-    parts, _ = divide(tmp_path, numbered(1000), train_corpora=corpora)
-    sources = [{source.removeprefix("<x> ") for source, _ in part} for part in parts.values()]
-    assert sum(map(len, sources)) == len(set.union(*sources)) == 500
-    assert any(source.startswith("<x> ") for source, _ in parts["train"])
 
 
 def test_nothing_has_to_be_held_out_of_a_small_corpus(tmp_path):

@@ -114,17 +114,6 @@ def test_take_join_and_truncate():
     assert SENTENCES.truncate(3, eos_id=9)[2].tolist() == [31, 32, 33]
 
 
-def test_plan_finishes_a_row_with_two_pairs_that_fill_it():
-    # Of the pairs that fit after the first, only the second and the last fill both sides.
-    sources, targets = np.array([4, 3, 5, 1, 3]), np.array([5, 2, 4, 4, 3])
-    assert plan_rows(sources, targets, 10, 10)[0] == [0, 1, 4]
-
-
-def test_plan_skips_pairs_that_do_not_fit():
-    sources, targets = np.array([3, 9, 3]), np.array([6, 7, 3])
-    assert plan_rows(sources, targets, 10, 10) == [[0, 2], [1]]
-
-
 def test_plan_fills_gaps_with_the_largest_pair_that_fits():
     # None of the first 16 candidates fits after the first pair, but three later ones do.
     lengths = np.array([6] + [9] * 16 + [2, 3, 1])
@@ -132,26 +121,9 @@ def test_plan_fills_gaps_with_the_largest_pair_that_fits():
     assert rows[0] == [0, 18, 19]
 
 
-def test_plan_checks_both_sides():
-    # The free space after the first pair is (2, 1); the second has (1, 2), which is smaller if the
-    # two lengths are compared as one number.
-    sources, targets = np.array([8, 1]), np.array([9, 2])
-    assert plan_rows(sources, targets, 10, 10) == [[0], [1]]
-
-
 def test_plan_of_a_language_model_fills_rows_by_targets():
     targets = np.array([6, 7, 4, 3])
     assert plan_rows(np.zeros(4, np.int64), targets, 10, 10) == [[0, 2], [1, 3]]
-
-
-def test_plan_follows_the_order():
-    lengths = np.array([5, 6, 7])
-    plan = plan_rows(lengths, lengths, 8, 8, order=np.array([1, 2, 0]))
-    assert plan == [[1], [2], [0]]
-
-
-def test_plan_without_pairs():
-    assert plan_rows(np.array([], np.int64), np.array([], np.int64), 8, 8) == []
 
 
 def test_plan_rejects_sentences_longer_than_a_row():

@@ -18,7 +18,6 @@ from flaxformer_mt.decoding.scoring.alignment import (
     without_ends,
     words,
 )
-from flaxformer_mt.decoding.scoring.scorer import Scorer
 from flaxformer_mt.decoding.scoring.teacher_forcing import teacher_force
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.model.transformer import Transformer
@@ -155,18 +154,6 @@ def copier(talker):
     for name in ("query", "key"):
         decoder["cross_attention"][name]["kernel"] = sharp.at[1, :, :width].set(0)
     return dataclasses.replace(copier, params=params)
-
-
-@pytest.mark.slow
-def test_a_model_that_copies_is_aligned_one_to_one(copier):
-    scorer = Scorer(*copier.parts)
-    texts = sentences(6, longest=3)
-    for unit in ("pieces", "words"):
-        for text, score in zip(
-            texts, scorer.stream(zip(texts, texts, strict=True), unit), strict=True
-        ):
-            count = len(score.pieces) - 1 if unit == "pieces" else len(text.split())
-            assert score.alignment == [(position, position) for position in range(count)]
 
 
 @pytest.mark.slow

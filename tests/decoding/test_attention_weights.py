@@ -1,11 +1,9 @@
 """The attention of a sentence is that of the model, with its tokens, entropies and alignment."""
 
-import dataclasses
-
 import jax
 import numpy as np
 import pytest
-from talker import random_params, with_decode
+from talker import with_decode
 
 from flaxformer_mt.decoding import attention_weights
 from flaxformer_mt.decoding.attention_weights import AttentionMaps, sentence_attention
@@ -73,16 +71,6 @@ def test_kinds_that_a_model_does_not_have_are_absent(talker, monkeypatch):
     assert found.maps["cross"].weights.shape[2:] == (
         len(found.target_tokens), len(found.source_tokens),
     )  # fmt: skip
-
-
-@pytest.mark.slow
-def test_a_recurrent_decoder_has_no_self_attention(talker):
-    model = dataclasses.replace(talker.config.model, decoder_kind="ssru")
-    config = dataclasses.replace(talker.config, model=model)
-    ssru = dataclasses.replace(talker, config=config)
-    ssru = dataclasses.replace(ssru, params=random_params(ssru.model))
-    found = sentence_attention(translator(ssru), "Hund", "die")
-    assert found.maps.keys() == {"encoder", "cross"}
 
 
 def test_what_cannot_be_shown_is_an_error(talker, monkeypatch):

@@ -12,18 +12,8 @@ import pytest
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
 from flaxformer_mt.decoding.batching import continuous_batching, workers
 from flaxformer_mt.decoding.batching.continuous_batching import ContinuousBatcher, Request
-from flaxformer_mt.decoding.batching.search_programs import (
-    begin_search,
-    combine,
-    reorder_each,
-    step_function,
-)
 from flaxformer_mt.decoding.parameters import rounded_matrices
-from flaxformer_mt.decoding.search.options import SearchOptions
-from flaxformer_mt.decoding.search.search import search
-from flaxformer_mt.decoding.search.state import unconstrained
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.model.cache import reorder_cache
 from flaxformer_mt.model.transformer import Transformer
 
 MODEL = TransformerConfig(
@@ -78,35 +68,6 @@ def assert_same(found, expected):
         np.testing.assert_allclose(one.scores, expected[index].scores, rtol=ROUNDING)
 
 
-@pytest.mark.slow
-def test_a_search_without_other_sentences_finds_the_same():
-    options = SearchOptions.from_config(BEAM, MODEL)
-
-    @jax.jit
-    def alone(source, max_lengths):
-        state = begin_search(
-            (params(),),
-            source,
-            unconstrained(max_lengths),
-            options,
-            configs=(MODEL,),
-            max_length=40,
-        )
-        step = combine([step_function(MODEL, params(), options)], "log")
-        return search(step, reorder_each(reorder_cache), options, state)
-
-    for index in (0, 13, 14):
-        request = requests()[index]
-        source = np.zeros((1, 16), np.int32)
-        source[0, : len(request.source)] = request.source
-        expected = alone(source, np.array([request.max_length], np.int32))
-        found = together()[index]
-        for number, tokens in enumerate(found.tokens):
-            length = expected.lengths[0, number]
-            assert tokens == tuple(expected.tokens[0, number, :length].tolist())
-        np.testing.assert_allclose(found.scores, expected.scores[0], rtol=ROUNDING)
-
-
 SAMPLES = dataclasses.replace(BEAM, beam_size=1, sampling=True, n_best=3)
 
 
@@ -129,13 +90,6 @@ def test_results_do_not_depend_on_order_or_other_sentences(decode):
             {int(some[number]): item for number, item in found.items()},
             {int(index): all_found[int(index)] for index in some},
         )
-
-
-@pytest.mark.slow
-def test_the_batch_size_does_not_change_translations():
-    small = make_batcher(dataclasses.replace(BEAM, batch_tokens=1))
-    found = dict(small.decode(requests()[:4]))
-    assert_same(found, {index: together()[index] for index in range(4)})
 
 
 def test_longer_arrays_change_nothing(monkeypatch):

@@ -180,20 +180,6 @@ def test_a_narrow_beam_finds_what_a_slow_one_finds(seed, per_row, kind):
         assert_row_is(result, row, slow_search(world[0][row], constraints, options))
 
 
-@pytest.mark.slow
-@settings(max_examples=50)
-@given(seeds, three_constraints(P), st.sampled_from([1, 4]))
-def test_a_row_without_phrases_is_not_affected_by_others(seed, per_row, beam_size):
-    world, options = random_world(seed), options_of(beam_size)
-    per_row[0] = dataclasses.replace(per_row[0], phrases=())
-    free = [dataclasses.replace(constraints, phrases=()) for constraints in per_row]
-    beside_others = search_for(world, per_row, options)
-    among_equals = search_for(world, free, options, num_phrases=0)
-    assert tokens_of(beside_others, 0) == tokens_of(among_equals, 0)
-    # Two programs, which may round differently.
-    np.testing.assert_allclose(beside_others.scores[0], among_equals.scores[0], rtol=1e-6)
-
-
 def best_of(*per_row):
     """Returns the best result of each row when every token but the end is improbable."""
     logits, attention = random_world(0)
@@ -202,16 +188,6 @@ def best_of(*per_row):
     nothing = [PhraseConstraints(limit=0)] * (B - len(per_row))
     result = search_for((logits, attention), [*per_row, *nothing], options_of(4))
     return [tokens_of(result, row)[0] for row in range(len(per_row))]
-
-
-@pytest.mark.slow
-def test_an_improbable_phrase_appears():
-    one = PhraseConstraints(P, phrases=((3, 4),))
-    two = PhraseConstraints(P, phrases=((5,), (4,)))
-    found_one, found_two, found_none = best_of(one, two, PhraseConstraints(P))
-    assert found_one == (3, 4, EOS)
-    assert set(found_two) == {4, 5, EOS}
-    assert found_none == (EOS,)
 
 
 def test_phrases_may_share_tokens_and_the_prefix_counts():

@@ -19,7 +19,6 @@ from toy_search import (
     V,
     batched,
     find,
-    find_with_staggered_starts,
     node_of,
     random_world,
 )
@@ -131,14 +130,6 @@ def test_samples_depend_on_the_key_alone():
         np.testing.assert_array_equal(ours[2], theirs[0])
     assert drawn(first)[:SAMPLES] != drawn(first)[SAMPLES : 2 * SAMPLES]
     assert len(set(drawn(first))) > SAMPLES
-
-
-@pytest.mark.slow
-def test_samples_do_not_depend_on_when_their_row_began():
-    world, rows = random_world(4), batched([Constraints(P)] * B, seeds=[1, 2, 3])
-    late = find_with_staggered_starts(world, rows, PLAIN)
-    for ours, theirs in zip(late, find(world, rows, PLAIN), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
 
 
 @pytest.mark.slow

@@ -123,17 +123,6 @@ def test_a_trained_model_prefers_the_right_translation(command):
         assert len(alignment.split()) == len(detail["pieces"]) - 1
 
 
-@pytest.mark.slow  # Decided by test_alignment.py.
-def test_layer_and_head_of_the_alignment_are_options(command):
-    files = {"source": ["three years and a month"], "target": ["drei Jahre und ein Monat"]}
-    options = [(), ("--alignment-layer=0",), ("--alignment-layer=0", "--alignment-head=1")]
-    found = [command("--alignment=pieces", *own, **files)[1] for own in options]
-    assert len(set(found)) == 3
-    code, _, err = command("--alignment=pieces", "--alignment-head=9", **files)
-    assert code == 1
-    assert "--alignment-head=9: the decoder has" in err
-
-
 @pytest.mark.slow
 def test_a_corpus_has_a_perplexity(command):
     files = {"source": ["twelve", "Monday"], "target": ["zwölf", "Montag"]}

@@ -31,18 +31,6 @@ def test_scores_are_those_of_the_full_pass_of_each_pair(talker):
 
 
 @pytest.mark.slow
-def test_a_score_does_not_depend_on_other_pairs(talker):
-    together = score(talker)
-    alone = [score(talker, [s], [t])[0] for s, t in zip(SOURCES, TARGETS, strict=True)]
-    assert alone == together
-    one_by_one = score(with_decode(talker, batch_tokens=1))
-    for ours, theirs in zip(one_by_one, together, strict=True):
-        np.testing.assert_allclose(
-            ours.token_log_probabilities, theirs.token_log_probabilities, rtol=1e-4, atol=1e-5
-        )
-
-
-@pytest.mark.slow
 def test_with_renormalization_padding_and_start_have_no_probability(talker):
     renormalized = score(with_decode(talker, renormalize=True))
     for source, found, plain in zip(SOURCES, renormalized, score(talker), strict=True):

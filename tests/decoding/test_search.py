@@ -1,29 +1,30 @@
-"""Searches compared with a slow reference implementation and with enumeration."""
+"""Searches compared with a slow reference implementation."""
 
 import dataclasses
-import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
-from slow_search import Constraints, Found, is_ruled_out, penalty_of, slow_search, token_scores
+from slow_search import Constraints, slow_search
 from toy_search import (
     EOS,
-    PAD,
     SPECIAL,
-    WORDS,
     B,
     P,
     S,
     V,
+    assert_row_is,
     batched,
+    ends,
     find,
-    find_with_staggered_starts,
     node_of,
+    numbers,
     random_world,
+    seeds,
+    three_constraints,
+    with_numbers,
 )
 
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
@@ -77,35 +78,6 @@ ARRANGEMENTS = {
     ),
 }
 
-seeds = st.integers(0, 2**32 - 1)
-ends = st.floats(-4, 4)
-numbers = st.fixed_dictionaries(
-    {
-        "length_penalty": st.floats(0, 4),
-        "coverage_penalty": st.floats(0.01, 1),
-        "repetition_penalty": st.floats(0.5, 3),
-        "diversity_penalty": st.floats(0, 3),
-    }
-)
-three_constraints = st.lists(
-    st.builds(
-        Constraints,
-        limit=st.integers(0, P),
-        minimum=st.integers(0, P),
-        prefix=st.lists(st.sampled_from(WORDS), max_size=2).map(tuple),
-        certain=st.integers(0, 1),
-        allowed=st.none() | st.frozensets(st.sampled_from(WORDS)).map(lambda some: some | {EOS}),
-    ),
-    min_size=B,
-    max_size=B,
-)
-
-
-def with_numbers(options, drawn):
-    """Returns the options with those numbers replaced that are not None."""
-    kept = {name: v for name, v in drawn.items() if getattr(options, name) is not None}
-    return dataclasses.replace(options, **kept)
-
 
 def search_slowly(world, row, constraints, options):
     """Returns the hypotheses of one row."""
@@ -118,21 +90,6 @@ def search_slowly(world, row, constraints, options):
     )
 
 
-def assert_row_is(result, row, expected):
-    """Asserts that the row has exactly the expected hypotheses, in order."""
-    empty = result.lengths.shape[1] - len(expected)
-    assert result.lengths[row].tolist() == [len(found.tokens) for found in expected] + [0] * empty
-    for position, found in enumerate(expected):
-        padding = [PAD] * (P - len(found.tokens))
-        assert result.tokens[row, position].tolist() == [*found.tokens, *padding]
-        np.testing.assert_allclose(result.scores[row, position], found.score, atol=2e-5)
-        np.testing.assert_allclose(
-            result.log_probabilities[row, position], found.log_probability, atol=2e-5
-        )
-    assert (result.scores[row, len(expected) :] == np.float32(IMPOSSIBLE)).all()
-    assert (result.tokens[row, len(expected) :] == PAD).all()
-
-
 @pytest.mark.slow_except("all")
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 @settings(max_examples=25)
@@ -142,84 +99,6 @@ def test_search_matches_the_slow_search(arrangement, seed, end, numbers, per_row
     result = find(world, batched(per_row), options)
     for row, constraints in enumerate(per_row):
         assert_row_is(result, row, search_slowly(world, row, constraints, options))
-
-
-WIDEST = dataclasses.replace(
-    BEAM,
-    beam_size=len(WORDS) ** (P - 1) * (len(WORDS) + 1),  # Wide enough for every hypothesis.
-    n_best=6,
-    no_repeat_ngram_size=2,
-    bad_phrases=BAD_PHRASES,
-    min_length=True,
-)
-
-
-def enumerate_hypotheses(world, row, constraints, options):
-    """Returns every hypothesis that the rules allow, best first."""
-    logits = world[0][row].astype(np.float64)
-    every = [
-        (*words, *end)
-        for length in range(constraints.limit + 1)
-        for words in itertools.product(WORDS, repeat=length)
-        for end in ((), (EOS,))
-        if length + len(end) == constraints.limit or (end and length < constraints.limit)
-    ]
-    complete = []
-    for tokens in every if constraints.limit else []:
-        beginnings = [tokens[:position] for position in range(len(tokens))]
-        follows_rules = tokens[: len(constraints.prefix)] == constraints.prefix[
-            : len(tokens)
-        ] and not any(
-            is_ruled_out(beginning, token, constraints, options)
-            for beginning, token in zip(beginnings, tokens, strict=True)
-            if len(beginning) >= len(constraints.prefix)
-        )
-        if follows_rules:
-            total = sum(
-                token_scores(logits[node_of(beginning)].tolist(), beginning, constraints, options)[
-                    token
-                ]
-                for beginning, token in zip(beginnings, tokens, strict=True)
-            )
-            complete.append(Found(total / penalty_of(len(tokens), options), total, tokens))
-    return sorted(complete, reverse=True)
-
-
-@settings(max_examples=12)
-@given(seeds, ends, numbers, three_constraints)
-def test_a_wide_beam_finds_what_enumeration_finds(seed, end, numbers, per_row):
-    world, options = random_world(seed, end), with_numbers(WIDEST, numbers)
-    result = find(world, batched(per_row), options)
-    for row, constraints in enumerate(per_row):
-        assert_row_is(
-            result, row, enumerate_hypotheses(world, row, constraints, options)[: options.n_best]
-        )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arrangement", ["greedy", "all"])
-def test_rows_admitted_late_find_the_same(arrangement):
-    options, world = ARRANGEMENTS[arrangement], random_world(0, end=1.0)
-    rows = batched(
-        [Constraints(P), Constraints(3, minimum=1), Constraints(P, minimum=2, prefix=(3,))]
-    )
-    late = find_with_staggered_starts(world, rows, options)
-    for ours, theirs in zip(late, find(world, rows, options), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arrangement", ["greedy", "never", "all"])
-def test_rows_do_not_influence_each_other(arrangement):
-    options, world = ARRANGEMENTS[arrangement], random_world(1)
-    per_row = [Constraints(P), Constraints(4), Constraints(2)]
-    together = find(world, batched(per_row), options)
-    for row, constraints in enumerate(per_row):
-        alone = find(
-            world, batched([constraints if r == row else Constraints(0) for r in range(B)]), options
-        )
-        for ours, theirs in zip(alone, together, strict=True):
-            np.testing.assert_array_equal(ours[row], theirs[row])
 
 
 @pytest.mark.slow_except("0.0-never-3", "1.0-first-2")

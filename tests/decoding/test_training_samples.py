@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,9 +11,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from talker import full_pass
 
-import flaxformer_mt
 from flaxformer_mt.data.stream.batches import Batch
-from flaxformer_mt.decoding.training_samples import sample
+from flaxformer_mt.decoding.training_samples import Samples, sample
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.model.transformer import Transformer
 
@@ -140,20 +140,24 @@ def test_sharded_parameters_give_the_same_samples(talker):
     np.testing.assert_array_equal(draw(apart, placed).tokens, draw(talker, source).tokens)
 
 
-@pytest.mark.slow
-def test_rows_are_a_batch_of_every_sample_with_its_source(talker):
+def test_rows_are_a_batch_of_every_sample_with_its_source():
     batch = padded_batch(SOURCE[:2])
-    found = draw(talker, batch, n=3, max_length=6, unpacked=True)
-    rows = found.rows(batch)
-    np.testing.assert_array_equal(rows.encoder_input_tokens, np.repeat(SOURCE[:2], 3, axis=0))
-    np.testing.assert_array_equal(rows.decoder_target_tokens, found.tokens.reshape(6, 6))
-    np.testing.assert_array_equal(rows.decoder_input_tokens, found.input_tokens.reshape(6, 6))
-    logits = jax.jit(flaxformer_mt.apply, static_argnums=0)(talker.model, talker.params, rows)
-    chosen = jnp.take_along_axis(
-        jax.nn.log_softmax(logits), rows.decoder_target_tokens[..., None], -1
+    tokens = np.array([[[5, END, 0], [7, 8, END]], [[END, 0, 0], [9, END, 0]]], np.int32)
+    inputs = np.array([[[1, 5, 0], [1, 7, 8]], [[1, 0, 0], [1, 9, 0]]], np.int32)
+    rows = Samples(tokens, inputs, np.float32(tokens > 0), np.zeros((2, 2))).rows(batch)
+    lengths = np.array([2, 3, 1, 2])
+    is_token = np.arange(3) < lengths[:, None]
+    expected = Batch(
+        encoder_input_tokens=np.repeat(batch.encoder_input_tokens, 2, axis=0),
+        decoder_input_tokens=inputs.reshape(4, 3),
+        decoder_target_tokens=tokens.reshape(4, 3),
+        decoder_loss_weights=np.float32(is_token),
+        encoder_segment_ids=np.repeat(batch.encoder_segment_ids, 2, axis=0),
+        decoder_segment_ids=np.int32(is_token),
+        encoder_positions=np.repeat(batch.encoder_positions, 2, axis=0),
+        decoder_positions=np.int32(np.where(is_token, np.arange(3), 0)),
     )
-    scores = (chosen[..., 0] * rows.decoder_loss_weights).sum(axis=-1)
-    np.testing.assert_allclose(scores, found.log_probabilities.ravel(), rtol=1e-5)
+    chex.assert_trees_all_equal(rows, expected)
 
 
 def test_packed_rows_are_refused(talker):

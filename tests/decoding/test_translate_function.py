@@ -22,16 +22,6 @@ OPTIONS = {"beam_size": 2, "max_length_factor": 1.0, "max_length_extra": 3}
 
 
 @pytest.mark.slow
-def test_translations_are_those_of_a_translator(talker):
-    config, params, tokenizers, _ = talker.parts
-    found = translate(config, params, tokenizers, SENTENCES, **OPTIONS)
-    assert found == Translator(config, params, tokenizers).translate(SENTENCES, **OPTIONS)
-    with pytest.raises(TypeError, match="sentences must be a list of strings or Sentence"):
-        translate(config, params, tokenizers, SENTENCES[0])
-    assert len(set(found)) > 3
-
-
-@pytest.mark.slow
 def test_another_call_compiles_nothing(talker):
     config, params, tokenizers, _ = talker.parts
     events = []

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import math
-import random
 
 import jax
 import numpy as np
@@ -19,13 +18,11 @@ from flaxformer_mt.data.corpora.corpus import ParallelCorpus
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.decoding import minimum_bayes_risk
 from flaxformer_mt.decoding.batching import continuous_batching
-from flaxformer_mt.decoding.scoring.alignment import align
 from flaxformer_mt.decoding.scoring.scorer import Scorer
 from flaxformer_mt.decoding.sentence_decoder import (
     SentenceDecoder,
     longest_target,
     on_one_line,
-    sampling_seed,
 )
 from flaxformer_mt.decoding.translator import Sentence, Translator, in_order, windows
 from flaxformer_mt.errors import UserError
@@ -58,46 +55,7 @@ def test_log_probabilities_of_the_cached_search_are_those_of_the_full_pass(talke
                 np.testing.assert_allclose(hypothesis.score, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
-def test_greedy_search_chooses_the_most_probable_token_of_the_full_pass(talker):
-    for sentence in SENTENCES[:3]:
-        ((best,),) = make_translator(talker).translate_n_best([sentence], 1, beam_size=1)
-        for position, token in enumerate(best.tokens):
-            prefix = best.tokens[:position]
-            rivals = [
-                talker.full_pass(sentence, (*prefix, rival))[-1]
-                for rival in range(2, 300, 13)  # Neither padding nor start.
-            ]
-            assert talker.full_pass(sentence, (*prefix, token))[-1] >= max(rivals) - 1e-5
-
-
 CONSTRAINTS = {**BEAM, "no_repeat_ngram_size": 3, "bad_words": ("Hund",), "max_length": 24}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "sentences"),
-    [
-        pytest.param(GREEDY, SENTENCES, id="greedy"),
-        pytest.param(
-            CONSTRAINTS, [*CONSTRAINED, *SENTENCES[:6]], id="beam", marks=pytest.mark.slow
-        ),
-        pytest.param(SAMPLING, SENTENCES, id="sampling", marks=pytest.mark.slow),
-    ],
-)
-def test_a_translation_depends_on_its_sentence_and_the_options_alone(talker, options, sentences):
-    translator = make_translator(talker)
-    together = translator.translate_n_best(sentences, **options)
-    assert [translator.translate_n_best([one], **options)[0] for one in sentences] == together
-    order = random.Random(0).sample(range(len(sentences)), len(sentences))
-    shuffled = translator.translate_n_best([sentences[i] for i in order], **options)
-    assert shuffled == [together[i] for i in order]
-    assert list(translator.stream(iter(sentences), **options)) == together
-    other_batches = translator.translate_n_best(sentences, batch_tokens=16, **options)
-    for ours, theirs in zip(other_batches, together, strict=True):
-        assert [(h.text, h.tokens) for h in ours] == [(h.text, h.tokens) for h in theirs]
-        np.testing.assert_allclose([h.score for h in ours], [h.score for h in theirs], rtol=1e-5)
-    assert len({hypotheses[0].text for hypotheses in together}) > 5
 
 
 @pytest.mark.slow
@@ -113,17 +71,6 @@ def test_prefix_and_phrases_appear(talker):
             assert hypothesis.text.startswith(sentence.prefix)
 
 
-@pytest.mark.slow
-def test_samples_follow_from_seed_and_sentence(talker):
-    translator = make_translator(talker)
-    first = translator.translate_n_best(SENTENCES, **SAMPLING)
-    assert translator.translate_n_best(SENTENCES, **SAMPLING) == first
-    assert translator.translate_n_best(SENTENCES, **{**SAMPLING, "seed": 6}) != first
-    # Stable over versions and machines.
-    assert sampling_seed(0, [4, 5]) == 1_627_639_789
-    assert len({sampling_seed(seed, [4, token]) for seed in range(9) for token in range(9)}) == 81
-
-
 def test_minimum_bayes_risk_chooses_among_the_samples(talker):
     translator = make_translator(talker)
     samples = translator.translate_n_best(SENTENCES[:3], **SAMPLING)
@@ -131,33 +78,6 @@ def test_minimum_bayes_risk_chooses_among_the_samples(talker):
     for own, drawn in zip(translator.translate_n_best(SENTENCES[:3], **risk), samples, strict=True):
         texts = [hypothesis.text for hypothesis in drawn]
         assert own == [drawn[index] for index in minimum_bayes_risk.choose(texts, 2)]
-
-
-@pytest.mark.slow  # Decided by test_ensemble.py.
-def test_an_ensemble_of_one_model_twice_is_that_model(talker):
-    pair = [(talker.config.model, talker.params)]
-    ensemble = Translator(*talker.parts, others=pair)
-    single = make_translator(talker)
-    assert ensemble.translate(SENTENCES, 1) == single.translate(SENTENCES, 1)
-    other = [(talker.config.model, random_params(talker.model, seed=1))]
-    mixed = Translator(*talker.parts, others=other)
-    assert mixed.translate(SENTENCES, 1) != single.translate(SENTENCES, 1)
-
-
-@pytest.mark.slow
-def test_attention_is_that_of_the_full_pass_and_aligns(talker):
-    translator = make_translator(talker)
-    (plain,) = translator.translate_n_best(["kleiner Hund bellt"], **BEAM)
-    (found,) = translator.translate_n_best(
-        ["kleiner Hund bellt"], unit="pieces", attention=True, **BEAM
-    )
-    assert [h.text for h in found] == [h.text for h in plain]
-    source = talker.tokenizers.source.split(["kleiner Hund bellt"])[0]
-    for hypothesis in found:
-        assert list(hypothesis.source_pieces) == source
-        assert hypothesis.attention.shape == (len(hypothesis.pieces), len(source))
-        assert hypothesis.alignment == align(hypothesis.attention)
-        assert len(hypothesis.pieces) in (len(hypothesis.tokens), len(hypothesis.tokens) - 1)
 
 
 def test_hypotheses_without_end_token_keep_all_their_tokens(talker):
@@ -468,26 +388,6 @@ def test_a_device_without_enough_memory_is_explained(monkeypatch, talker):
 def plainly_translate(talker, params, **options):
     model, _, tokenizers, _ = talker.parts
     return fmt.translate(model, params, tokenizers, SENTENCES[:3], beam_size=1, **options)
-
-
-@pytest.mark.slow
-def test_another_call_of_translate_compiles_nothing(talker, caplog):
-    first = plainly_translate(talker, talker.params)
-    other = jax.tree.map(lambda leaf: leaf + 0.5, talker.params)
-    with jax.log_compiles():
-        assert plainly_translate(talker, talker.params) == first
-        assert plainly_translate(talker, other) != first
-        assert not caplog.messages  # Not even traced.
-        jax.jit(lambda number: number * 3.0)(2.0)
-        assert caplog.messages  # This would have been seen.
-
-
-@pytest.mark.slow
-def test_sharded_parameters_are_translated_with(talker):
-    mesh = fmt.make_mesh(fsdp=2, tensor=2)
-    sharded = fmt.place(talker.params, mesh)
-    assert any(not leaf.is_fully_replicated for leaf in jax.tree.leaves(sharded))
-    assert plainly_translate(talker, sharded) == plainly_translate(talker, talker.params)
 
 
 def test_translate_names_what_is_wrong_with_its_arguments(talker):

@@ -16,8 +16,7 @@ from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.decoding.translator import Translator
 from flaxformer_mt.interop.certificate import values_of_modules
 from flaxformer_mt.interop.formats import huggingface
-from flaxformer_mt.interop.vocabulary.extension import extended
-from flaxformer_mt.interop.vocabulary.trimming import trimmed
+from flaxformer_mt.interop.vocabulary.tokens import extended, trimmed
 
 PHRASES = load_corpus(DataConfig(corpus="phrases", generated_pairs=300), "train")
 TEXTS = [*PHRASES.sources, *PHRASES.targets]

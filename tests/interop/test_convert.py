@@ -194,7 +194,8 @@ def test_the_published_model_of_the_other_family_computes_the_same(name, tmp_pat
         assert "\n" not in note
 
     config, params = interop.load(case.source.family, state, **case.source.hints)
-    theirs, _, _ = adapt(config, params, interop.FAMILIES[case.target], case.accepted)
+    given = interop.TrainingState(config, params, None)
+    theirs = adapt(given, interop.FAMILIES[case.target], case.accepted).config
     tensors = safetensors.torch.load_file(tmp_path / "target.safetensors")
     reference = case.source.build()
     reference.load_state_dict(state)
@@ -261,7 +262,7 @@ def test_head_widths_that_the_other_family_cannot_have_are_rejected():
     config, params = interop.load("annotated_wide_heads", variant.build().state_dict(), num_heads=4)
     annotated = dataclasses.replace(interop.FAMILIES["annotated"], head_widths="even")
     with pytest.raises(UserError, match=r"head_dim=d_model/num_heads, which is 16/4, not 5"):
-        adapt(config, params, annotated)
+        adapt(interop.TrainingState(config, params, None), annotated)
 
 
 WITHOUT_POSITIONS_OF_ATTENTION = [
@@ -284,7 +285,7 @@ def test_padding_that_starts_decoding_must_embed_to_zero_on_both_sides():
     state["final_logits_bias"].zero_()
     config, params = interop.load("marian", state, **RELU_MARIAN.hints)
     with pytest.raises(UserError, match="zero_pad_embeddings=False cannot be converted to True"):
-        adapt(config, params, interop.FAMILIES["fairseq"])
+        adapt(interop.TrainingState(config, params, None), interop.FAMILIES["fairseq"])
 
 
 def torch_with_ties(ties: str) -> interop.Family:
@@ -304,7 +305,9 @@ def test_tables_are_untied_by_copies_and_tied_again_if_equal():
         state[name] = state["tgt_tok_emb.embedding.weight"]
     config, params = interop.load("torch", state, num_heads=4, **PRE)
     assert config.tie_embeddings == "all"
-    untied, copies, notes = adapt(config, params, torch_with_ties("none"))
+    untied, copies, _, notes = adapt(
+        interop.TrainingState(config, params, None), torch_with_ties("none")
+    )
     assert [note.split(": ")[1] for note in notes] == [
         "source_embedding/embedding is a copy of target_embedding/embedding",
         "output/kernel is a copy of target_embedding/embedding",
@@ -312,14 +315,14 @@ def test_tables_are_untied_by_copies_and_tied_again_if_equal():
     chex.assert_trees_all_close(
         our_logits(untied, copies), our_logits(config, params), rtol=0, atol=1e-6
     )
-    again, tied, _ = adapt(untied, copies, torch_with_ties("all"))
+    again, tied, _, _ = adapt(interop.TrainingState(untied, copies, None), torch_with_ties("all"))
     assert again == config
     chex.assert_trees_all_equal(tied, interop.model_params(params))
     copies["source_embedding"]["embedding"] = copies["source_embedding"]["embedding"] + 1
     with pytest.raises(
         UserError, match="tie_embeddings=none cannot be converted to all: source_embedding"
     ):
-        adapt(untied, copies, torch_with_ties("all"))
+        adapt(interop.TrainingState(untied, copies, None), torch_with_ties("all"))
 
 
 @pytest.mark.slow
@@ -327,7 +330,9 @@ def test_a_scale_of_logits_is_multiplied_into_an_untied_output():
     state = VARIANTS["torch_pre_gelu"].build().state_dict()
     config, params = interop.load("torch", state, **VARIANTS["torch_pre_gelu"].hints)
     scaled = dataclasses.replace(config, scale_logits=True)
-    plain, multiplied, notes = adapt(scaled, params, interop.FAMILIES["torch"])
+    plain, multiplied, _, notes = adapt(
+        interop.TrainingState(scaled, params, None), interop.FAMILIES["torch"]
+    )
     assert plain == config
     assert "multiplied by 0.25: output/kernel, output/bias" in notes[0]
     chex.assert_trees_all_close(
@@ -342,7 +347,7 @@ def test_no_scale_is_multiplied_into_a_table_that_is_used_twice():
     with pytest.raises(
         UserError, match="scale_logits=True cannot be converted to False: the table is both"
     ):
-        adapt(config, params, fairseq, EPSILON)
+        adapt(interop.TrainingState(config, params, None), fairseq, EPSILON)
 
 
 @pytest.mark.slow
@@ -359,12 +364,12 @@ def test_only_a_key_bias_may_be_lost():
     with pytest.raises(
         UserError, match=r"qkv_bias=True cannot be converted to False: .*/query/bias is not"
     ):
-        adapt(config, params, unbiased)
+        adapt(interop.TrainingState(config, params, None), unbiased)
     flat = flatten_dict(params, sep="/")
     for path, array in flat.items():
         if path.startswith(("encoder", "decoder")) and path.endswith("/bias"):
             array[...] = array if "/key/" in path or "norm/" in path else 0
-    less, fewer, notes = adapt(config, params, unbiased)
+    less, fewer, _, notes = adapt(interop.TrainingState(config, params, None), unbiased)
     assert len(notes) == 3
     assert not any("key/bias" in path for path in flatten_dict(fewer, sep="/"))
     chex.assert_trees_all_close(
@@ -423,6 +428,7 @@ def test_positions_of_self_attention_belong_to_layers_alone():
         sep="/",
     )
     family = interop.FAMILIES["double_projection"]
-    assert adapt(dataclasses.replace(config, position_kind="sinusoidal"), params, family)
+    sinusoidal = dataclasses.replace(config, position_kind="sinusoidal")
+    assert adapt(interop.TrainingState(sinusoidal, params, None), family)
     with pytest.raises(UserError, match="position_kind=rotary cannot be converted to none"):
-        adapt(rotary, params, family)
+        adapt(interop.TrainingState(rotary, params, None), family)

@@ -1,9 +1,7 @@
 """Conversion of Adam's state, of our own files, and as the command line does it."""
 
-import re
 from typing import Any
 
-import chex
 import pytest
 import safetensors.torch
 import torch
@@ -12,7 +10,6 @@ from toy_references import ALL, DOUBLE_PROJECTION, ONE_OF_EACH, UNSCALED_TORCH, 
 from trained_references import assert_identical, trained_checkpoint
 
 from flaxformer_mt import interop
-from flaxformer_mt.cli import main
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.convert import OWN, convert
 
@@ -30,39 +27,6 @@ def test_to_our_own_file_and_back_is_byte_identical(name, tmp_path):
     convert(OWN, OWN, own, tmp_path / "again.safetensors")
     convert(OWN, variant.family, tmp_path / "again.safetensors", tmp_path / "after.pt")
     assert_identical(torch.load(tmp_path / "after.pt", weights_only=True), before)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("has_adam", [False, True])
-def test_our_own_file_is_written_and_read_from_python(has_adam, tmp_path):
-    variant = VARIANTS["torch_pre_gelu"]
-    torch.save(trained_checkpoint(variant), tmp_path / "torch.pt")
-    loaded = interop.load_training("torch", tmp_path / "torch.pt", **variant.hints)
-    path, adam = tmp_path / "own.safetensors", loaded.adam if has_adam else None
-    interop.save(OWN, loaded.config, loaded.params, path, adam)
-    config, params = interop.load(OWN, path)
-    assert config == loaded.config
-    chex.assert_trees_all_equal(params, interop.model_params(loaded.params))
-    convert(OWN, "torch", path, tmp_path / "again.pt")
-    assert ("optimizer" in torch.load(tmp_path / "again.pt")) == has_adam
-    with pytest.raises(UserError, match=r"own\.pt: use the suffix \.safetensors"):
-        interop.save(OWN, config, params, tmp_path / "own.pt")
-
-
-@pytest.mark.slow
-def test_our_own_file_can_be_converted_to_what_its_source_can(tmp_path):
-    variant = VARIANTS["torch_pre_gelu"]
-    torch.save(trained_checkpoint(variant), tmp_path / "torch.pt")
-    own = tmp_path / "own.safetensors"
-    convert("torch", OWN, tmp_path / "torch.pt", own, variant.hints)
-    assert convert(OWN, "opennmt", own, tmp_path / "opennmt.pt") == ()
-    convert("torch", "opennmt", *paths(tmp_path, "torch", "direct"), variant.hints)
-    one, other = (
-        torch.load(path, weights_only=True) for path in paths(tmp_path, "opennmt", "direct")
-    )
-    assert_identical(one, other)
-    with pytest.raises(UserError, match="norm_position=pre cannot be converted to post"):
-        convert(OWN, "marian", own, tmp_path / "marian.pt")
 
 
 def test_adam_is_converted_where_tensors_are_rearranged(tmp_path):
@@ -129,25 +93,6 @@ def test_safetensors_of_a_published_family_contain_no_adam(tmp_path):
     target = tmp_path / "after.safetensors"
     (note,) = convert("tunz", "tunz", tmp_path / "before.pt", target, variant.hints)
     assert "PyTorch reads it from .pt files only" in note
-
-
-@pytest.mark.slow
-def test_the_console_script_reports_changes_on_standard_error(tmp_path, capsys):
-    torch.save(VARIANTS["tunz"].build().state_dict(), tmp_path / "tunz.pt")
-    options = ["--from", "tunz", "--to", "fairseq", "--set", "num_heads=4", "dropout_rate=0.2"]
-    command = ["convert", *map(str, paths(tmp_path, "tunz", "fairseq")), *options]
-    assert main(command) == 1
-    assert "norm_epsilon=1e-06 cannot be converted to 1e-05" in capsys.readouterr().err
-    assert main([*command, "--accept", "norm_epsilon"]) == 0
-    out, err = capsys.readouterr()
-    assert re.fullmatch(rf"{tmp_path / 'fairseq.pt'}: [\d.]+ kB\n", out)
-    assert len(err.splitlines()) == 7
-    assert "fairseq.pt has the tensors of fairseq; its program also reads its options" in err
-    assert all(line.startswith("flaxformer-mt: note: ") for line in err.splitlines())
-    # fairseq's dictionaries have another padding id, and therefore another first position.
-    sizes = {"num_heads": 4, "pad_id": 0, "max_length": 1024}
-    config, _ = interop.load("fairseq", tmp_path / "fairseq.pt", **sizes)
-    assert config.position_kind == "learned"
 
 
 def test_invalid_arguments_are_rejected(tmp_path):

@@ -21,7 +21,6 @@ from flaxformer_mt import interop
 from flaxformer_mt.config import DataConfig
 from flaxformer_mt.data.corpora.corpus import load_corpus
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
-from flaxformer_mt.decoding.translator import Translator
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.formats import huggingface
 from flaxformer_mt.interop.weight_maps.mapping import model_params
@@ -257,21 +256,6 @@ def with_other_buffers(folder, model):
     safetensors.torch.save_file(tensors, folder / WEIGHTS, {"format": "pt"})
 
 
-def with_old_settings(folder, model):
-    search = json.loads((folder / SEARCH).read_text())
-    names = ("num_beams", "max_length", "bad_words_ids", "forced_bos_token_id")
-    edit(folder / "config.json", **{name: search.get(name) for name in names})
-    (folder / SEARCH).unlink()
-
-
-def with_class(name, folder, model):
-    edit(folder / TOKENIZER, tokenizer_class=name)
-
-
-def without_settings(folder, model):
-    (folder / TOKENIZER).unlink()
-
-
 WEIGHT_FORMS = {
     "bin": as_bin,
     "shards": in_shards,
@@ -281,13 +265,6 @@ WEIGHT_FORMS = {
     "of Lightning, compiled": functools.partial(with_prefix, "model._orig_mod."),
     "of DataParallel, bin": functools.partial(as_bin, prefix="module."),
     "buffers": with_other_buffers,
-}
-FORMS = WEIGHT_FORMS | {
-    "no tokenizer config": without_settings,
-    "PreTrainedTokenizerFast": functools.partial(with_class, "PreTrainedTokenizerFast"),
-    "TokenizersBackend": functools.partial(with_class, "TokenizersBackend"),
-    "an unknown class": functools.partial(with_class, "Unheard"),
-    "old settings": with_old_settings,
 }
 ALL_KINDS = ["t5", "flan", "mt5", "nllb", "m2m100", "mbart50", "bart", "marian"]
 
@@ -340,40 +317,3 @@ def test_a_file_of_weights_is_read_like_a_folder(saved, tmp_path):
     )
     expected = read("bart", folder)[0].params
     chex.assert_trees_all_equal(interop.model_params(params), model_params(expected))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kind", others_are_slow(ALL_KINDS, ["m2m100", "bart"]))
-def test_translations_of_every_form_are_those_of_generate(kind, form, saved, tmp_path):
-    published, model = saved(kind)
-    folder = tmp_path / "folder"
-    shutil.copytree(published, folder)
-    FORMS[form](folder, model)
-    try:
-        theirs = transformers.AutoTokenizer.from_pretrained(folder)
-    except (KeyError, TypeError, ValueError):  # transformers cannot read it: ours does.
-        theirs = transformers.AutoTokenizer.from_pretrained(published)
-    implies_another_class = (kind, form) == ("mbart50", "no tokenizer config")
-    if implies_another_class:
-        with pytest.raises(UserError, match="takes MBartTokenizer"):
-            read(kind, folder)
-        return
-    bundle, _ = read(kind, folder)
-    if not form.startswith("of "):  # transformers does not remove prefixes.
-        model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=torch.float32)
-    texts = PHRASES.sources[:8]
-    inputs = theirs(texts, return_tensors="pt", padding=True)
-    source = bundle.tokenizers.source
-    assert [[*ids, source.eos_id] for ids in source.encode(texts)] == theirs(texts).input_ids
-    generated = model.generate(**inputs).tolist()
-    translator = Translator(
-        bundle.config.model, model_params(bundle.params), bundle.tokenizers, bundle.config.decode
-    )
-    pad, end = bundle.config.model.pad_id, bundle.config.model.eos_id
-    for (best, *_), (_, *tokens) in zip(translator.translate_n_best(texts), generated, strict=True):
-        while tokens and tokens[-1] == pad:
-            tokens.pop()
-        assert [token for token in best.tokens if token != end] == [
-            token for token in tokens if token != end
-        ]

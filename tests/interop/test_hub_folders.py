@@ -15,15 +15,12 @@ import pytest
 import torch
 import transformers
 from rounding import rounding_tolerance
-from toy_references import others_are_slow
 
 from flaxformer_mt.cli import main
 from flaxformer_mt.config import DataConfig
 from flaxformer_mt.data.corpora.corpus import load_corpus
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.decoding.scoring.alignment import words
-from flaxformer_mt.decoding.scoring.scorer import Scorer
-from flaxformer_mt.decoding.scoring.teacher_forcing import teacher_force
 from flaxformer_mt.decoding.sentence_decoder import Sentence
 from flaxformer_mt.decoding.translator import Translator, into_languages
 from flaxformer_mt.errors import UserError
@@ -88,18 +85,6 @@ def test_added_tokens_are_no_languages(kind, saved, tmp_path):
 
 
 @pytest.mark.slow
-def test_outer_spaces_have_no_effect_on_scores(saved):
-    bundle = read("bart", saved("bart")[0])
-    scorer = Scorer(bundle.config.model, bundle.params, bundle.tokenizers, bundle.config.decode)
-    texts = TEXTS[0], f" {TEXTS[0]} "
-    inside, *outside = (
-        score.log_probability
-        for score in scorer.stream((source, target) for source in texts for target in texts)
-    )
-    assert outside == [inside] * 3
-
-
-@pytest.mark.slow_except("t5")
 @pytest.mark.parametrize("kind", hub_models.KINDS)
 def test_folder_to_run_to_folder(kind, saved, tmp_path):
     folder, theirs, _ = saved(kind)
@@ -212,36 +197,6 @@ def test_alignments_count_words_of_the_text_not_languages(translator):
         assert {source for source, _ in plain.alignment} <= set(range(len(plain.source_pieces)))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", others_are_slow(["nllb", "m2m100", "bart"], ["bart"]))
-def test_scores_and_alignments_are_those_of_the_search(kind, saved):
-    bundle = read(kind, saved(kind)[0])
-    params, decode = model_params(bundle.params), bundle.config.decode
-    model = bundle.config.model, params, bundle.tokenizers, decode
-    translator, scorer = Translator(*model), Scorer(*model)
-    sources, targets = PHRASES.sources[:4], PHRASES.targets[:4]
-    forced = [Sentence(*pair) for pair in zip(sources, targets, strict=True)]
-    found = translator.translate_n_best(forced, beam_size=1, unit="pieces")
-    aligned = scorer.stream(zip(sources, targets, strict=True), "pieces")
-    for source, (hypothesis,), scored in zip(sources, found, aligned, strict=True):
-        # The hypothesis begins with the target, and goes on.
-        count = len(scored.tokens) - 1
-        assert hypothesis.tokens[:count] == scored.tokens[:-1]
-        tokens = [*bundle.tokenizers.source.encode([source])[0], scorer.model.eos_id]
-        (result,) = teacher_force(
-            scorer.params, scorer.model, scorer.decode, [tokens], [hypothesis.tokens]
-        )
-        _, *chosen = result.log_probabilities
-        if bundle.config.decode.force_end:  # At the maximum length, with probability 1.
-            chosen[-1] = 0
-        assert hypothesis.log_probability == pytest.approx(sum(chosen), abs=1e-3)
-        expected = [0, *chosen[: count - 1]]
-        assert scored.token_log_probabilities[:count] == pytest.approx(expected, abs=1e-3)
-        pieces = scored.pieces[1:-1]
-        assert hypothesis.pieces[: len(pieces)] == pieces
-        assert hypothesis.alignment[: len(pieces)] == scored.alignment
-
-
 def test_words_of_byte_level_vocabularies_begin_with_a_space(saved):
     tokenizer = Tokenizers.load(saved("bart")[0]).source
     (pieces,) = tokenizer.split(["one two three"])
@@ -260,31 +215,6 @@ def test_parts_of_long_input_have_its_language(translator):
     tokens = [hypotheses[0].tokens for hypotheses in alone]
     assert together[0].tokens == tuple(itertools.chain(*tokens))
     assert len(together[0].alignment) == sum(len(h[0].alignment) for h in alone)
-
-
-@pytest.mark.slow
-def test_the_commands_on_the_run_of_a_folder(saved, translator, tmp_path, capfd):
-    """`translate`, `score` and `evaluate`, with languages from the text."""
-    run, source, target = tmp_path / "run", tmp_path / "in", tmp_path / "out"
-    convert("m2m100", OWN, saved("nllb")[0], run)
-    source.write_text("one two\ndeu_Latn zwei\n")
-    short = ["--run", str(run), "--beam-size", "1", "--max-length", "4"]
-    files = ["--source", str(source)]
-    assert main(["translate", *short, "--input", str(source), "--output", str(target)]) == 0
-    lines = target.read_text().splitlines()
-    options = {"beam_size": 1, "max_length": 4}
-    assert lines == translator.translate(["one two", "deu_Latn zwei"], **options)
-    capfd.readouterr()
-    assert main(["score", "--run", str(run), *files, "--target", str(target)]) == 0
-    scores = [float(line.split()[0]) for line in capfd.readouterr().out.splitlines()]
-    bundle = read("nllb", saved("nllb")[0])
-    scorer = Scorer(
-        bundle.config.model, model_params(bundle.params), bundle.tokenizers, bundle.config.decode
-    )
-    expected = scorer.stream(zip(["one two", "deu_Latn zwei"], lines, strict=True))
-    assert scores == pytest.approx([each.log_probability for each in expected], abs=1e-4)
-    assert main(["evaluate", *short, *files, "--reference", str(target)]) == 0
-    assert json.loads(capfd.readouterr().out)["ter"] == 0
 
 
 @pytest.mark.slow

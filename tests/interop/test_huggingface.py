@@ -136,7 +136,7 @@ def tokens(model, seed=0):
     return source, target
 
 
-@pytest.mark.slow_except("shards")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
 def test_folder_to_run_to_folder(name, tmp_path):
     published, run, again = (tmp_path / part for part in ("published", "run", "again"))

@@ -7,7 +7,6 @@ import zipfile
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
@@ -21,7 +20,6 @@ from flaxformer_mt.interop.families.marian_native import FAMILY
 from flaxformer_mt.interop.families.marian_native import options as options_of
 from flaxformer_mt.interop.formats import marian_files, marian_folder
 from flaxformer_mt.interop.weight_maps import checkpoints, mapping, validation
-from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.trained_model import load_run
 
 D, F, H, V = 8, 12, 2, 40
@@ -280,36 +278,6 @@ def test_an_export_names_the_search_options_that_marian_lacks(byte_vocabulary):
     ]
 
 
-@pytest.mark.slow
-def test_a_step_against_the_gradient_lowers_the_loss(folder):
-    bundle, _ = marian_folder.read(folder)
-    model = bundle.config.model
-    # A row with two packed sentences and padding.
-    source, target = np.int32([[4, 5, 0, 6, 0, -1]]), np.int32([[7, 8, 0, 9, 0, -1]])
-    target_input = np.int32([[-1, 7, 8, -1, 9, -1]])
-    segments = np.int32([[1, 1, 1, 2, 2, 0]])
-
-    @jax.jit
-    @jax.value_and_grad
-    def loss(params):
-        logits = Transformer(model).apply(
-            {"params": params},
-            source,
-            target_input,
-            encoder_segment_ids=segments,
-            decoder_segment_ids=segments,
-        )
-        log_probabilities = jax.nn.log_softmax(logits)[0]
-        return -log_probabilities[jnp.arange(5), target[0, :5]].mean()
-
-    before, gradient = loss(bundle.params)
-    moved = jax.tree.map(lambda leaf, change: leaf - 1e-3 * change, bundle.params, gradient)
-    assert loss(moved)[0] < before
-    for leaf in jax.tree.leaves(gradient["decoder"]["layers"]["recurrence"]):
-        assert np.isfinite(leaf).all()
-        assert np.any(leaf)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -321,8 +289,8 @@ def test_a_step_against_the_gradient_lowers_the_loss(folder):
         ({"transformer-tied-layers": [1, 1]}, r"cannot have transformer-tied-layers: \[1, 1\]"),
         ({"lemma-dim-emb": 8}, "cannot have lemma-dim-emb: 8, only 0"),
         ({"enc-depth": 3}, "num_encoder_layers=3 was given, but the tensors have 2"),
-        ({"dim-vocabs": [V]}, "no pair of integers dim-vocabs"),
-        ({"transformer-heads": None}, "no integer transformer-heads"),
+        ({"dim-vocabs": [V]}, "dim-vocabs"),
+        ({"transformer-heads": None}, "no transformer-heads"),
         ({"output-omit-bias": True}, "tensor decoder_ff_logit_out_b is unexpected"),
     ],
 )

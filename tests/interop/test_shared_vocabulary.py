@@ -47,6 +47,7 @@ def server_text(folder, tokenizers):
         (folder / f"{side}.spm").write_bytes(content)
     source, target = tokenizers.source, tokenizers.target
     facts = {
+        "has_codes": False,
         "unk_id": {"source": source.unk_id, "target": target.unk_id},
         "pieces": {"source": jax_export._pieces(source), "target": jax_export._pieces(target)},
         "decoding": jax_export._decoding(target),

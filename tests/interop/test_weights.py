@@ -56,21 +56,6 @@ def test_reference_to_ours_and_back_is_byte_identical(name, dtype, tmp_path):
     chex.assert_trees_all_equal(again[1], params)
 
 
-@pytest.mark.parametrize("name", others_are_slow())
-def test_sizes_are_read_from_the_tensors(name):
-    variant = ALL[name]
-    state = variant.build().state_dict()
-    config, params = load(variant, state)
-    assert (config.d_ff, config.num_decoder_layers) == (24, 2)
-    assert config.num_heads == variant.hints["num_heads"]
-    visible = ("d_model", "head_dim", "value_dim", "source_vocab_size", "position_base")
-    given = {name: size for name, size in variant.sizes.items() if name in visible}
-    if config.has_inputs:
-        assert {name: getattr(config, name) for name in given} == given
-    shapes = {path: array.shape for path, array in flat(params).items()}
-    assert shapes == parameter_shapes(config)
-
-
 def flat(params: Any) -> dict[str, np.ndarray]:
     return flatten_dict(interop.model_params(params), sep="/")
 

@@ -6,7 +6,7 @@ import chex
 import numpy as np
 import pytest
 import torch
-from toy_references import ALL, ONE_OF_EACH, VARIANTS
+from toy_references import ALL, VARIANTS, others_are_slow
 
 from flaxformer_mt import interop, parity
 from flaxformer_mt.errors import UserError
@@ -16,7 +16,7 @@ from flaxformer_mt.interop.weight_maps import checkpoints
 PREFIXES = ("module.", "_orig_mod.", "model.", "module._orig_mod.", "model.model.")
 
 
-@pytest.mark.parametrize("name", ONE_OF_EACH.values())
+@pytest.mark.parametrize("name", others_are_slow(quick=["t5", "double_projection"]))
 def test_a_prefix_of_all_names_is_removed(name):
     variant = ALL[name]
     state = variant.build().state_dict()

@@ -60,25 +60,6 @@ class _Fmt:
 
 
 @pytest.mark.slow
-def test_a_batch_gives_the_logits_of_its_packed_rows():
-    params = params_of(CONFIG)
-    expected = jax.jit(Transformer(CONFIG).apply)(
-        {"params": params},
-        TOKENS,
-        TOKENS,
-        encoder_segment_ids=SEGMENTS,
-        decoder_segment_ids=SEGMENTS,
-        encoder_positions=POSITIONS,
-        decoder_positions=POSITIONS,
-    )
-    found = jax.jit(functional.apply, static_argnums=0)(CONFIG, params, BATCH)
-    chex.assert_trees_all_close(found, expected, atol=1e-5)
-    mapping = {field.name: getattr(BATCH, field.name) for field in dataclasses.fields(BATCH)}
-    from_mapping = jax.jit(functional.apply, static_argnums=0)(CONFIG, params, mapping)
-    chex.assert_trees_all_equal(from_mapping, expected)
-
-
-@pytest.mark.slow
 def test_a_key_drops_values():
     params = params_of(CONFIG)
     apply = jax.jit(functional.apply, static_argnums=0)

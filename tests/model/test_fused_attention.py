@@ -131,50 +131,6 @@ def test_equals_the_einsum_and_its_gradients(backend, name):
     assert np.all(fused[0][0, :, lengths[0] * 9 // 10 :] == 0)  # Padding attends to nothing.
 
 
-@pytest.mark.slow
-@needs_gpu_interpreter
-@pytest.mark.parametrize(
-    ("lengths", "switches", "causal", "groups"),
-    [
-        ((70, 70), {"dropout": True}, True, H),
-        ((50, 130), {"bias": True, "width": 64}, False, 1),
-    ],
-)
-def test_packed_vectors_equal_separate_ones(lengths, switches, causal, groups):
-    """Queries, keys and values of one product; and keys and values of another than queries.
-
-    The kernel adds the biases of packed queries and values.
-    """
-    inputs = case(*lengths, **switches)
-    rng = np.random.default_rng(2)
-    biases = jnp.asarray(rng.normal(size=(2, H, inputs.query.shape[3])), jnp.float32)
-    inputs = inputs._replace(
-        key=inputs.key[:, :groups],
-        value=inputs.value[:, :groups],
-        query_bias=biases[0],
-        value_bias=biases[1, :groups],
-    )
-    dropped = DROPPED if inputs.dropout_key is not None else 0
-    options = AttentionOptions("pallas_gpu", causal, dropped, interpret=True)
-
-    def packed(inputs):
-        rows = [x.swapaxes(1, 2) for x in inputs[:3]]
-        if causal:
-            products = jnp.stack(rows, axis=3), None, None
-        else:
-            products = rows[0][:, :, :, None], jnp.stack(rows[1:], axis=3), None
-        return fused_attention(options, AttentionInputs(*products, *inputs[3:]))
-
-    def separate(inputs):
-        query = inputs.query + inputs.query_bias[:, None]
-        value = inputs.value + inputs.value_bias[:, None]
-        return reference(inputs._replace(query=query, value=value), causal, "pallas_gpu")
-
-    found = value_and_gradients(packed, inputs)
-    expected = value_and_gradients(separate, inputs)
-    chex.assert_trees_all_close(found, expected, atol=2e-5)
-
-
 def test_dropout_on_gpus_keeps_independent_weights():
     """Mean and variance over seeds: of all weights, of each key, of each query, and of pairs."""
     seeds, queries, keys, kept = 20, 64, 256, 1 - DROPPED / 2**16
@@ -438,36 +394,6 @@ def loss_and_gradient(config, params, segments):
         return jnp.mean(logits**2)
 
     return jax.value_and_grad(loss)(params)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("backend", "kind", "packed"),
-    [
-        ("pallas_gpu", "sinusoidal", True),
-        pytest.param("pallas_tpu", "t5_relative", True, marks=pytest.mark.slow),
-        pytest.param("pallas_gpu", "alibi", False, marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.usefixtures("gpu_kernels_by_einsum")
-def test_a_model_computes_the_same_with_any_backend(backend, kind, packed):
-    """With one set of parameters: loss and gradient, with dropout of the weights on TPUs."""
-    dropped = 0.2 if backend == "pallas_tpu" else 0.0
-    config = dataclasses.replace(
-        TINY, position_kind=kind, attention_backend="einsum", attention_dropout_rate=dropped
-    )
-    params = jax.jit(Transformer(config).init)(jax.random.key(0), TOKENS, TOKENS[:, :9])
-    segments = jnp.asarray([[1] * 5 + [2] * 4 + [3] * 2 + [0]] * 2) if packed else None
-    fused = dataclasses.replace(config, attention_backend=backend)
-    assert "name=fused_attention" in str(
-        jax.make_jaxpr(functools.partial(loss_and_gradient, fused))(params, segments)
-    )
-    chex.assert_trees_all_close(
-        loss_and_gradient(fused, params, segments),
-        loss_and_gradient(config, params, segments),
-        rtol=2e-5,
-        atol=2e-5,
-    )
 
 
 @pytest.mark.slow

@@ -40,21 +40,6 @@ GROUPED = TransformerConfig(
 )
 SOURCE = jnp.asarray(np.random.default_rng(0).integers(3, 23, size=(2, 12)), jnp.int32)
 TARGET = jnp.asarray(np.random.default_rng(1).integers(3, 23, size=(2, 10)), jnp.int32)
-SOURCE_SEGMENTS = jnp.asarray([[1] * 5 + [2] * 4 + [3] * 2 + [0], [1] * 3 + [2] * 9], jnp.int32)
-TARGET_SEGMENTS = jnp.asarray([[1] * 4 + [2] * 3 + [3] * 2 + [0], [1] * 5 + [2] * 5], jnp.int32)
-
-
-def with_repeated_kernels(params, heads, groups):
-    """The parameters of the same function with as many heads of keys and values as of queries."""
-
-    def repeat(path, x):
-        names = [entry.key for entry in path]
-        if names[-2] not in ("key", "value"):
-            return x
-        split = x.reshape(*x.shape[:-1], groups, -1)
-        return jnp.repeat(split, heads // groups, axis=-2).reshape(*x.shape[:-1], -1)
-
-    return jax.tree_util.tree_map_with_path(repeat, params)
 
 
 def random_params(config, key=0):
@@ -65,46 +50,6 @@ def random_params(config, key=0):
         x + 0.1 * jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)
     ]
     return jax.tree.unflatten(structure, moved)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def logits_of(config, params, packed):
-    segments = {"encoder_segment_ids": SOURCE_SEGMENTS, "decoder_segment_ids": TARGET_SEGMENTS}
-    return Transformer(config).apply(
-        {"params": params}, SOURCE, TARGET, **(segments if packed is not None else {})
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("packed", [pytest.param(None, marks=SLOW), True])
-@pytest.mark.parametrize(
-    ("kind", "groups"),
-    [
-        ("rotary", 2),
-        pytest.param("sinusoidal", 1, marks=SLOW),
-        pytest.param("t5_relative", 2, marks=SLOW),
-        pytest.param("alibi", 1, marks=SLOW),
-    ],
-)
-def test_equals_as_many_heads_with_repeated_kernels(float64, kind, groups, packed):
-    """Logits and gradients of encoder, decoder and cross-attention; float64."""
-    config = dataclasses.replace(
-        GROUPED, num_kv_heads=groups, position_kind=kind, dtype="float64", param_dtype="float64"
-    )
-    whole = dataclasses.replace(config, num_kv_heads=0)
-    params = random_params(config)
-
-    def loss(config, transform, params):
-        logits = logits_of(config, transform(params), packed)
-        return jnp.sum(jnp.sin(logits)), logits
-
-    repeat = functools.partial(with_repeated_kernels, heads=4, groups=groups)
-    results = [
-        jax.jit(jax.value_and_grad(functools.partial(loss, *pair), has_aux=True))(params)
-        for pair in ((config, lambda x: x), (whole, repeat))
-    ]
-    chex.assert_trees_all_close(*results, rtol=0, atol=1e-10)
-    assert jax.tree.map(jnp.shape, repeat(params)) == jax.tree.map(jnp.shape, random_params(whole))
 
 
 def test_query_heads_of_a_group_are_neighbors():
@@ -200,45 +145,6 @@ def test_kernels_equal_the_einsum(backend, causal):
         return context, vjp(cotangent)
 
     chex.assert_trees_all_close(run(fused, *vectors, bias), run(einsum, *vectors, bias), atol=5e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("gpu_kernels_by_einsum")
-@pytest.mark.parametrize(
-    ("backend", "kind", "remat"),
-    [
-        ("pallas_gpu", "sinusoidal", "projections"),
-        ("pallas_gpu", "rotary", "none"),
-        ("pallas_tpu", "t5_relative", "none"),
-    ],
-)
-def test_a_grouped_model_computes_the_same_with_any_backend(backend, kind, remat):
-    """Packed projections with biases, separate ones, and repeated heads: loss and gradient."""
-    config = dataclasses.replace(
-        GROUPED,
-        d_model=64,
-        num_encoder_layers=1,
-        num_decoder_layers=1,
-        position_kind=kind,
-        remat=remat,
-    )
-    params = random_params(config)
-    fused = dataclasses.replace(config, attention_backend=backend)
-
-    def loss(params, config):
-        return jnp.mean(jnp.square(logits_of(config, params, True)))
-
-    gradient = jax.jit(jax.value_and_grad(loss), static_argnums=1)
-
-    assert "name=fused_attention" in str(
-        jax.make_jaxpr(functools.partial(loss, config=fused))(params)
-    )
-    chex.assert_trees_all_close(
-        gradient(params, fused),
-        gradient(params, config),
-        rtol=2e-5,
-        atol=2e-5,
-    )
 
 
 def test_parameters_and_arithmetic_are_counted():

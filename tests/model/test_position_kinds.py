@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from packed_rows import check_packed_rows
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.model.attention import MultiHeadAttention, scaled_dot_product_attention
+from flaxformer_mt.model.attention import MultiHeadAttention
 from flaxformer_mt.model.cache import reorder_cache
 from flaxformer_mt.model.position_biases import (
     AlibiBias,
@@ -165,48 +164,12 @@ def test_rotation_is_a_complex_product(float64, layout):
         np.testing.assert_allclose(found, expected, atol=1e-14)
 
 
-@pytest.mark.slow
-def test_rotated_scores_depend_on_the_distance_alone(float64):
-    config = dataclasses.replace(TINY, position_kind="rotary")
-    query, key = (jnp.asarray(np.random.default_rng(i).normal(size=(1, 3, 1, 4))) for i in (0, 1))
-
-    def scores(query_position, key_position):
-        rotated = [
-            rotate(config, x, rotations(config, jnp.array([[position]]), 16))
-            for x, position in ((query, query_position), (key, key_position))
-        ]
-        return jnp.sum(rotated[0] * rotated[1], axis=-1)
-
-    np.testing.assert_allclose(scores(3, 1), scores(12, 10), atol=1e-14)
-    assert np.abs(scores(3, 1) - scores(1, 3)).min() > 1e-3
-
-
 def test_angles_are_exact_in_float32_and_reach_beyond_max_length():
     config = dataclasses.replace(TINY, position_kind="rotary", dtype="float32")
     positions = jnp.array([[5, 900]], jnp.int32)
     found = rotations(config, positions, 1000)[0, 0]
     np.testing.assert_array_equal(found, rotation_table(1000, 4, 1e4)[[5, 900]].astype("float32"))
     assert bool(jnp.isnan(rotations(config, positions, 900)[0, 0, 1]).all())
-
-
-@pytest.mark.slow
-def test_attention_adds_a_bias_of_every_broadcastable_shape(float64):
-    rng = np.random.default_rng(0)
-    query, key, value = (jnp.asarray(rng.normal(size=(2, 3, n, 4))) for n in (5, 6, 6))
-    mask = jnp.asarray(rng.random((2, 1, 5, 6)) < 0.7)
-    scores = np.einsum("bhtk,bhsk->bhts", query, key) / 2
-    for shape in [(2, 3, 5, 6), (1, 3, 5, 6), (2, 1, 1, 6), (6,)]:
-        bias = rng.normal(size=shape)
-        expected = np.where(mask, np.exp(scores + bias), 0)
-        expected /= expected.sum(-1, keepdims=True)
-        seen = {}
-        context, weights = scaled_dot_product_attention(
-            query, key, value, mask, None, seen.__setitem__, jnp.asarray(bias)
-        )
-        np.testing.assert_allclose(weights, expected, atol=1e-14)
-        np.testing.assert_allclose(context, expected @ np.asarray(value), atol=1e-13)
-        shown = np.where(mask, scores + bias, np.finfo("float64").min)
-        np.testing.assert_allclose(seen["scores"], shown, rtol=1e-14, atol=1e-14)
 
 
 @pytest.mark.slow
@@ -301,52 +264,6 @@ def test_sentences_of_a_step_can_have_different_positions(float64, kind):
         logits, cache = model.apply(params, tokens, cache, positions, method="decode_step")
         expected = jnp.take_along_axis(whole, positions[:, None, None], axis=1)
         chex.assert_trees_all_close(logits, expected, rtol=0, atol=1e-12)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", DECISIVE)
-def test_packed_rows_equal_separate_rows(float64, kind):
-    model, params = of(kind)
-    sources, targets = [[3, 4, 2], [7, 8, 9, 5, 2]], [[1, 5, 6, 7], [1, 8, 3]]
-    check_packed_rows(model, params, sources, targets, {"rtol": 0, "atol": 1e-12})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_loop_unrolled_and_remat_agree_and_all_gradients_are_finite(float64, kind):
-    results = []
-    for layout in ({}, {"scan_layers": False}, {"remat": "full"}, {"remat": "products"}):
-        model, params = of(kind, **layout)
-
-        @compiled
-        @jax.value_and_grad
-        def loss(params, model=model):
-            rngs = {"dropout": jax.random.key(1)}
-            logits = Transformer(model.config).apply(
-                params, SOURCE, TARGET, deterministic=False, rngs=rngs
-            )
-            return jnp.mean(jnp.square(logits))
-
-        results.append(loss(params))
-    for other in results[1:]:
-        chex.assert_trees_all_close(results[0], other, rtol=1e-10, atol=1e-13)
-    chex.assert_tree_all_finite(results[0])
-    flat = jax.tree.leaves_with_path(results[0][1])
-    unmoved = {
-        jax.tree_util.keystr(path, simple=True, separator="/")
-        for path, leaf in flat
-        if not np.abs(leaf).any()
-    }
-    expected = {
-        f"params/{attention}/key/bias"
-        for attention in (
-            "encoder/layers/self_attention",
-            "decoder/layers/self_attention",
-            "decoder/layers/cross_attention",
-        )
-        if not ("rotary" in kind and "self" in attention)
-    }
-    assert unmoved == expected
 
 
 @pytest.mark.parametrize(("sharing", "shape"), [("stack", (4, 3)), ("layer", (2, 4, 3))])

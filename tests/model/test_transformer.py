@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax.linen import kw_only_dataclasses as flax_dataclasses
-from packed_rows import check_packed_rows
 
 from examples import own_attention  # noqa: F401  (registers "cosine")
 from flaxformer_mt.config import TransformerConfig
@@ -105,15 +104,6 @@ def test_a_cached_step_equals_the_full_pass(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["pre", *(pytest.param(n, marks=SLOW) for n in ("post", "recurrent"))]
-)
-def test_a_cached_step_equals_the_full_pass_in_float64(float64, name):
-    config = dataclasses.replace(CONFIGS[name], dtype="float64", param_dtype="float64")
-    check_cached_steps(config, tolerance=1e-12)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["post", "recurrent"])
 def test_hypotheses_can_continue_one_another(name):
     model, variables, source, _ = initialise(CONFIGS[name])
@@ -151,15 +141,6 @@ def test_without_segments_padding_does_not_matter():
     padded = model.apply(variables, source, target)
     alone = model.apply(variables, source[1:, :3], target[1:, :3])
     chex.assert_trees_all_close(padded[1:, :3], alone, atol=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["post", "recurrent"])
-def test_segments_of_a_row_do_not_see_each_other(float64, name):
-    config = dataclasses.replace(CONFIGS[name], dtype="float64", param_dtype="float64")
-    model, variables, _, _ = initialise(config)
-    sources, targets = [[3, 4, 2], [7, 8, 9, 2]], [[1, 5, 6], [1, 8]]
-    check_packed_rows(model, variables, sources, targets, {"atol": 1e-12, "rtol": 0})
 
 
 def test_segment_ids_for_one_side_only_are_refused():

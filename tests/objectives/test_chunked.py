@@ -70,40 +70,28 @@ def test_the_chunked_loss_is_the_loss_of_all_logits(
         chex.assert_trees_all_close(jax.jit(in_chunks)(*factors), expected[0], atol=1e-12)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("convention", ["uniform", "non_pad_kl"])
-def test_the_chunked_loss_with_r_drop_is_the_formula_of_the_paper(float64, platform, convention):
-    """Of rows 2b and 2b + 1 as two predictions: equation 4 of Liang et al. 2021."""
+def test_the_weight_of_a_term_counts_once():
     random = np.random.default_rng(0)
-    shapes = (4, 6, 5), (11, 5), (11,)
-    factors = [jnp.asarray(random.normal(size=shape)) for shape in shapes]
+    factors = [jnp.asarray(random.normal(size=size)) for size in ((4, 6, 5), (11, 5), (11,))]
     targets = jnp.repeat(jnp.asarray(random.integers(0, 11, (2, 6)), jnp.int32), 2, axis=0)
-    weights = jnp.repeat(jnp.asarray(random.random((2, 6))).at[0, 2].set(0), 2, axis=0)
 
-    def whole(vectors, table, bias):
-        logits = (vectors @ table.T + bias) * 0.3
-        loss, weight = label_smoothed_cross_entropy(logits, targets, weights, 0.1, convention, PAD)
-        p, q = jax.nn.softmax(logits[::2]), jax.nn.softmax(logits[1::2])
-        divergences = jnp.sum(p * jnp.log(p / q) + q * jnp.log(q / p), axis=-1) / 2
-        divergence = jnp.sum(divergences * weights[::2])
-        correct, _ = accuracy(logits, targets, weights)
-        return 2 * (loss + 5 * divergence), (correct, loss, divergence, weight)
+    def found(weight):
+        def objective(*factors):
+            options = CrossEntropyOptions(term=RDrop(weight))
+            sums = chunked_cross_entropy(
+                OutputFactors(*factors, 1.0), targets, jnp.ones((4, 6)), options
+            )
+            return sums.objective, (sums.loss, sums.term)
 
-    def in_parts(max_logits, *factors):
-        options = CrossEntropyOptions(0.1, convention, PAD, term=RDrop(5.0))
-        sums = chunked_cross_entropy(
-            OutputFactors(*factors, 0.3), targets, weights, options, max_chunk_logits=max_logits
-        )
-        return 2 * sums.objective, (sums.correct, sums.loss, sums.term, sums.weights)
+        return jax.jit(jax.value_and_grad(objective, (0, 1, 2), has_aux=True))(*factors)
 
-    def with_gradients(function):
-        return jax.value_and_grad(function, (0, 1, 2), has_aux=True)(*factors)
-
-    expected = with_gradients(whole)
-    for max_logits in (1, 4 * 3 * 11, 0):  # chunks of one column, of three, and of all
-        in_chunks = functools.partial(in_parts, max_logits)
-        chex.assert_trees_all_close(with_gradients(in_chunks), expected, atol=1e-12)
-        chex.assert_trees_all_close(in_chunks(*factors), expected[0], atol=1e-12)
+    (none, (loss, _)), without = found(0.0)
+    (once, (_, term)), one = found(1.0)
+    (thrice, (_, same)), three = found(3.0)
+    np.testing.assert_allclose([none, once, thrice], [loss, loss + term, loss + 3 * term], 1e-6)
+    assert term == same > 1
+    expected = jax.tree.map(lambda first, last: first + 3 * (last - first), without, one)
+    chex.assert_trees_all_close(three, expected, atol=1e-4)
 
 
 @pytest.mark.slow_except("gpu-0.3-2.5")

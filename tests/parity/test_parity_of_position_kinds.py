@@ -120,7 +120,7 @@ def test_positions_of_self_attention_are_not_converted_to_tables(kind):
     tokens = np.full((1, 2), 5, np.int32)
     params = jax.jit(Transformer(config).init)(jax.random.key(0), tokens, tokens)["params"]
     with pytest.raises(UserError, match="position_kind"):
-        adapt(config, params, seq2seq_tutorial.FAMILY)
+        adapt(interop.TrainingState(config, params, None), seq2seq_tutorial.FAMILY)
 
 
 def checkpoint_of(name, options, folder):

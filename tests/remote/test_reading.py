@@ -57,7 +57,7 @@ def test_what_arrives_damaged_is_downloaded_again_and_then_named(s3_url, monkeyp
 
 
 def test_a_reader_during_an_upload_sees_complete_checkpoints_and_changes_nothing(
-    trained_run, s3_url, capfd
+    trained_run, s3_url, capfd, tmp_path
 ):
     files = contents(trained_run)
     steps = sorted({name.split("/")[1] for name in files if name.startswith("checkpoints/")})
@@ -69,7 +69,7 @@ def test_a_reader_during_an_upload_sees_complete_checkpoints_and_changes_nothing
     before = objects(s3_url)
     for arguments in (
         ["inspect", f"--run={s3_url}"],
-        ["plot", f"--run={s3_url}", "--output=a.svg"],
+        ["plot", f"--run={s3_url}", f"--output={tmp_path}/a.svg"],
     ):
         assert main(arguments) in (0, 1)
         forget_copies()

@@ -187,13 +187,16 @@ def test_a_start_with_another_kind_of_vocabulary_leaves_no_files_of_the_first(
     workdir, tokenizers, tmp_path
 ):
     folder = tmp_path / "killed"
-    (folder / "tokenizer").mkdir(parents=True)
-    (folder / "tokenizer" / "source.model").write_bytes(b"of a start that was killed")
+    fingerprints = {"tokenizer": tokenizers.fingerprints}
+    run_folder.write_run(folder, OTHER, {"source.model": b"of a killed start"}, fingerprints)
+    (folder / "config.json").unlink()
     (folder / "origin").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="origin is a link: remove it, or give another folder"):
+        write_run(folder, OTHER, texts(), tokenizers)
+    (folder / "origin").unlink()
     write_run(folder, OTHER, texts(), tokenizers)
     names = [path.name for path in (folder / "tokenizer").iterdir()]
     assert names == [path.name for path in (workdir / "tokenizer").iterdir()]
-    assert not (folder / "origin").is_symlink()
 
 
 def edit(path, group, name, value):

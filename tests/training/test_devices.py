@@ -6,9 +6,9 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax import monitoring
+from tiny_setup import DROPOUT, results
 
 from flaxformer_mt.data.stream.batches import Shard
 from flaxformer_mt.data.stream.placement import own_shard
@@ -17,7 +17,6 @@ from flaxformer_mt.errors import UserError
 from flaxformer_mt.training.devices import abstract, place
 
 SLOW = pytest.mark.slow
-DROPOUT = {"dropout_rate": 0.1, "attention_dropout_rate": 0.1, "activation_dropout_rate": 0.1}
 MESHES = {
     "data": {},
     "fsdp": {"fsdp": 8},
@@ -26,18 +25,6 @@ MESHES = {
     "fsdp x tensor": {"fsdp": 4, "tensor": 2},
     "data x fsdp x tensor": {"fsdp": 2, "tensor": 2},
 }
-
-
-def results(tiny, num_steps):
-    """Loss of each step, first moment of the first gradient, parameters at the end."""
-    state, losses, first_moment = tiny.created_state(), [], None
-    for number in range(num_steps):
-        state, metrics = tiny.train_step(state, tiny.placed_batch(number))
-        losses.append(metrics["loss"][0] / metrics["loss"][1])
-        if number == 0:
-            first_moment = jax.device_get(optax.tree.get(state.opt_state, "mu"))
-    assert len(tiny.train_step.batch_shapes) == 1
-    return jax.device_get((losses, first_moment, state.params))
 
 
 @pytest.fixture(scope="module")
@@ -49,17 +36,7 @@ def on_one():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "parts"),
-    [
-        ("data x fsdp x tensor", 1),
-        *(
-            pytest.param(*case, marks=SLOW)
-            for case in [
-                *((mesh, 1) for mesh in MESHES if mesh != "data x fsdp x tensor"),
-                ("data", 2),
-                ("fsdp x tensor", 2),
-            ]
-        ),
-    ],
+    [*((mesh, 1) for mesh in MESHES), ("data", 2), ("fsdp x tensor", 2)],
 )
 def test_any_mesh_agrees_with_one_device(setup, on_one, mesh, parts):
     """With dropout, whose masks depend on the row and not on the device that has it."""
@@ -146,14 +123,15 @@ def test_validation_agrees_with_one_device(setup, strategy):
     chex.assert_trees_all_close(one, eight, rtol=1e-5)
 
 
+@pytest.mark.slow  # By default, `test_loop.py` continues a run on other devices.
 @pytest.mark.parametrize(
     "meshes",
     [
         [(8, {"fsdp": 2, "tensor": 2}), (1, {})],
-        pytest.param([(8, {"fsdp": 4, "tensor": 2}), (4, {"fsdp": 2}), (1, {})], marks=SLOW),
+        [(8, {"fsdp": 4, "tensor": 2}), (4, {"fsdp": 2}), (1, {})],
     ],
 )
-@pytest.mark.parametrize("bigram", [True, pytest.param(False, marks=SLOW)])
+@pytest.mark.parametrize("bigram", [True, False])
 def test_a_state_continues_on_fewer_devices(setup, on_one, meshes, bigram):
     """And sharded differently, as if nothing had happened."""
     state, losses = None, []

@@ -170,39 +170,6 @@ def test_r_drop_is_the_formula_of_the_paper(setup, num_devices):
     assert metrics["padding_fraction"][1] == 2 * weights.size
 
 
-@pytest.mark.slow
-def test_r_drop_on_sharded_rows(setup):
-    """Each device pairs the two predictions of its own rows."""
-    found = []
-    for number, parallel in ((1, {}), (8, {"fsdp": 2, "tensor": 2})):
-        tiny = setup.of(
-            num_devices=number,
-            parallel=parallel,
-            model={"dropout_rate": 0.5, "has_inputs": False},
-            r_drop=5.0,
-            accumulation_steps=2,
-        )
-        _, metrics = tiny.train_step(tiny.state(), tiny.placed_batch(0))
-        found.append(
-            {name: metrics[name] for name in ("loss", "accuracy", "r_drop", "gradient_norm")}
-        )
-    chex.assert_trees_all_close(*map(jax.device_get, found), rtol=1e-4)
-    assert found[0]["r_drop"][0] > 1e-2 * found[0]["r_drop"][1]
-
-
-@pytest.mark.slow
-def test_without_dropout_r_drop_finds_no_divergence_and_twice_the_gradient(setup):
-    plain, doubled = setup.of(bigram=True), setup.of(bigram=True, r_drop=5.0, accumulation_steps=4)
-    state, batch = plain.state(), plain.batch(0)
-    once, sums = plain.gradients(state, batch)
-    twice, doubled_sums = doubled.gradients(state, batch)
-    metrics, doubled_metrics = sums.metrics, doubled_sums.metrics
-    assert "r_drop" not in metrics
-    assert abs(doubled_metrics["r_drop"][0]) < 1e-6
-    chex.assert_trees_all_close(twice, jax.tree.map(lambda g: 2 * g, once), atol=1e-6)
-    chex.assert_trees_all_close(doubled_metrics["loss"], metrics["loss"], rtol=1e-6)
-
-
 # Freezing.
 
 

@@ -37,34 +37,6 @@ def test_a_trace_has_the_steps_of_its_range(setup, tmp_path):
 
 
 @pytest.mark.slow
-def test_xprof_opens_a_trace_of_five_steps(setup, tmp_path):
-    """Its timeline has the steps' operations, its memory and graph viewers the modules."""
-    xprof = pytest.importorskip("xprof.convert.raw_to_tool_data", reason="pip install xprof")
-    run = Run(setup.of(), tmp_path)
-    run(profile_steps="2:6", evaluate=lambda params, step: {"loss": 1.0})
-    (trace,) = (run.folder / "profile" / "steps_2_to_6").rglob("*.xplane.pb")
-    assert {"overview_page", "memory_viewer", "graph_viewer"} <= set(
-        xprof.xspace_to_tool_names([str(trace)])
-    )
-
-    def page(tool, options):
-        return xprof.xspace_to_tool_data([str(trace)], tool, options)[0]
-
-    events = json.loads(page("trace_viewer", {}))["traceEvents"]
-    programs = [event.get("args", {}).get("hlo_module") for event in events]
-    assert "jit_train_step" in programs
-    (program,) = trace.parent.glob("jit_train_step*.hlo_proto.pb")
-    module = program.name.removesuffix(".hlo_proto.pb")
-    options = {"module_name": module, "type": "long_txt", "format": "long_txt"}
-    for text in (  # JSON, and the program
-        page("memory_viewer", {"module_name": module}),
-        page("graph_viewer", {"module_name": module, "graph_viewer_options": options}),
-    ):
-        for name in (b"self_attention", b"cross_attention", b"feed_forward"):
-            assert name in text
-
-
-@pytest.mark.slow
 def test_a_run_that_goes_on_traces_the_steps_that_remain(runs):  # noqa: F811
     run = runs()
     with pytest.raises(KeyboardInterrupt):

@@ -1,52 +1,15 @@
 """A training step: its normalisation, its dropout, its metrics."""
 
-import functools
-
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tiny_setup import mean_loss
 
-from flaxformer_mt.objectives.losses import token_losses
+import flaxformer_mt as fmt
 from flaxformer_mt.training import step as training_step
-
-LENGTH = 8
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def mean_loss(model, params, batch):
-    """The loss as one would write it for a single device."""
-    logits = model.apply(
-        {"params": params},
-        batch.encoder_input_tokens,
-        batch.decoder_input_tokens,
-        encoder_segment_ids=batch.encoder_segment_ids,
-        decoder_segment_ids=batch.decoder_segment_ids,
-        encoder_positions=batch.encoder_positions,
-        decoder_positions=batch.decoder_positions,
-    )
-    losses = token_losses(logits, batch.decoder_target_tokens, 0.1)
-    weights = batch.decoder_loss_weights
-    return jnp.sum(losses * weights) / jnp.sum(weights)
-
-
-@pytest.mark.slow_except("16")
-@pytest.mark.parametrize("parts", [1, pytest.param(4, marks=pytest.mark.slow), 16])
-def test_parts_of_uneven_size_have_the_gradient_of_one_big_batch(setup, parts):
-    """One that takes the mean of the parts' means instead is off by far more than rounding."""
-    tiny = setup.of(accumulation_steps=parts, bigram=True)
-    state, batch = tiny.state(), tiny.batch(0)
-    tokens = batch.decoder_loss_weights.reshape(-1, parts, LENGTH).sum(axis=(0, 2))
-    assert parts == 1 or tokens.max() > tokens.min() + 5
-    differentiated = jax.jit(jax.grad(mean_loss, argnums=1), static_argnums=0)
-    expected = differentiated(tiny.model, state.params, batch)
-    gradient, sums = tiny.gradients(state, batch)
-
-    assert float(sums.tokens) == tokens.sum()
-    chex.assert_trees_all_close(gradient, expected, atol=1e-6, rtol=0)
-    assert optax.tree.norm(expected) > 0.1
 
 
 @pytest.mark.slow_except("True")
@@ -112,6 +75,18 @@ def test_dropout_follows_from_seed_and_step(setup):
     assert loss() != loss(seed=1)
 
 
+def test_a_step_of_ones_own_gets_the_key_of_seed_and_step():
+    def update(state, batch, key, frozen):
+        return {"step": state["step"] + 1}, jax.random.key_data(key)
+
+    step = fmt.compile_step(update, fmt.make_mesh(devices=jax.devices()[:1]), seed=7)
+    state = {"step": jnp.int32(3)}
+    for number in (3, 4):
+        state, key = step(state, jnp.ones((1,)))
+        expected = jax.random.fold_in(jax.random.key(7), number)
+        np.testing.assert_array_equal(key, jax.random.key_data(expected))
+
+
 @pytest.mark.slow
 def test_the_generator_of_the_device_drops_other_units_as_reproducibly(setup):
     def loss(generator):
@@ -123,7 +98,6 @@ def test_the_generator_of_the_device_drops_other_units_as_reproducibly(setup):
     assert loss("rbg") != loss("threefry")
 
 
-@pytest.mark.slow_except("split1")
 @pytest.mark.parametrize("split", [{"accumulation_steps": 2}, {"num_devices": 2}])
 def test_parts_and_devices_drop_different_units(setup, split):
     """Where all rows are equal, two halves have the same loss only by the same dropout."""

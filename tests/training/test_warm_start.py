@@ -13,10 +13,9 @@ from flax.traverse_util import flatten_dict
 
 from flaxformer_mt.config import DataConfig, ExperimentConfig, TrainConfig, to_dict, to_json
 from flaxformer_mt.data.corpora.corpus import load_corpus
-from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers, read_tokenizers
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs.checkpoint import Checkpoints, write_params
-from flaxformer_mt.runs.folder import read_tokenizers
 from flaxformer_mt.training.warm_start import (
     load_moments,
     load_parameters,

@@ -5,7 +5,6 @@ from flaxformer_mt.interop.families import (
     double_projection,
     fairseq,
     jadore801120,
-    m2m100,
     marian,
     mbart,
     opennmt,
@@ -29,7 +28,7 @@ FAMILIES: dict[str, Family] = {
         fairseq.FAMILY,
         opennmt.FAMILY,
         mbart.FAMILY,
-        m2m100.FAMILY,
+        mbart.M2M100,
         t5.FAMILY,
     )
 }

@@ -18,9 +18,8 @@ import numpy as np
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint, Tensors
+from flaxformer_mt.interop.weight_maps import rules
 from flaxformer_mt.interop.weight_maps.family import Family, guess_tying, sinusoid_buffers
-from flaxformer_mt.interop.weight_maps.layers import Layers, stack_norms
-from flaxformer_mt.interop.weight_maps.rules import TensorRule, embeddings, norm, same, used_twice
 
 SOURCE = "src_embed.0.lut.weight"
 TARGET = "tgt_embed.0.lut.weight"
@@ -32,9 +31,7 @@ SEPARATE = "separate"
 
 PUBLISHED_BASES = (10000.0, 1000.0)
 
-
-_norm = functools.partial(norm, scale="a_2", bias="b_2")
-LAYERS = Layers(
+LAYERS = rules.Layers(
     encoder="encoder.layers.{layer}.",
     decoder="decoder.layers.{layer}.",
     modules={
@@ -47,8 +44,9 @@ LAYERS = Layers(
         "feed_forward_norm": "sublayer.2.norm",
     },
     encoder_modules={"feed_forward_norm": "sublayer.1.norm"},
+    stack_norms={"final_norm": "{stack}.norm"},
     projections=(".linears.0", ".linears.1", ".linears.2", ".linears.3"),
-    norm=_norm,
+    norm=functools.partial(rules.norm, scale="a_2", bias="b_2"),
 )
 
 
@@ -63,23 +61,22 @@ def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     return fields
 
 
-def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
+def _rules(config: TransformerConfig, layout: str) -> list[rules.TensorRule]:
     layers = LAYERS.rules(config)
     if layout == SHARED:
         layers = [_shared(rule) for rule in layers if ".src_attn." not in rule.theirs[0]]
     return [
-        *embeddings(config, SOURCE, TARGET, f"{OUTPUT}.weight"),
-        same("output/bias", f"{OUTPUT}.bias"),
+        *rules.embeddings(config, SOURCE, TARGET, f"{OUTPUT}.weight"),
+        rules.same("output/bias", f"{OUTPUT}.bias"),
         *layers,
-        *stack_norms("final_norm", "{stack}.norm", _norm),
     ]
 
 
-def _shared(rule: TensorRule) -> TensorRule:
+def _shared(rule: rules.TensorRule) -> rules.TensorRule:
     (ours,) = rule.ours
     if not ours.startswith("decoder/layers/self_attention/"):
         return rule
-    return used_twice(rule, ours.replace("self_attention", "cross_attention"))
+    return rules.used_twice(rule, ours.replace("self_attention", "cross_attention"))
 
 
 def _layout_of_tensors(names: Collection[str]) -> str:

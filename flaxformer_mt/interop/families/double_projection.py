@@ -17,8 +17,7 @@ import numpy as np
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
 from flaxformer_mt.interop.weight_maps.family import Family
-from flaxformer_mt.interop.weight_maps.layers import Layers
-from flaxformer_mt.interop.weight_maps.rules import ArrayTuple, TensorRule, linear
+from flaxformer_mt.interop.weight_maps.rules import ArrayTuple, Layers, TensorRule, linear
 
 
 def layers(num_encoder_layers: int, num_decoder_layers: int) -> Layers:
@@ -40,7 +39,9 @@ def layers(num_encoder_layers: int, num_decoder_layers: int) -> Layers:
     in_encoder = {"feed_forward_norm": "norm2"}
     modules = in_decoder if num_decoder_layers else in_decoder | in_encoder
     projections = (".attention.W_q", ".attention.W_k", ".attention.W_v", ".W_o")
-    return Layers(encoder, decoder, modules, in_encoder, projections, attention=_attention)
+    return Layers(
+        encoder, decoder, modules, in_encoder, projections=projections, attention=_attention
+    )
 
 
 def _depths(checkpoint: PublishedCheckpoint) -> tuple[int, int]:

@@ -18,8 +18,7 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
 from flaxformer_mt.interop.weight_maps import family
-from flaxformer_mt.interop.weight_maps.layers import Layers, stack_norms
-from flaxformer_mt.interop.weight_maps.rules import TensorRule, embeddings, same
+from flaxformer_mt.interop.weight_maps.rules import Layers, TensorRule, embeddings, same
 
 SOURCE = "encoder.embed_tokens.weight"
 TARGET = "decoder.embed_tokens.weight"
@@ -70,6 +69,10 @@ def layers(prefix: str) -> Layers:
             "feed_forward/hidden": "fc1",
             "feed_forward/output": "fc2",
             "feed_forward_norm": "final_layer_norm",
+        },
+        stack_norms={
+            "embedding_norm": f"{prefix}{{stack}}.layernorm_embedding",
+            "final_norm": f"{prefix}{{stack}}.layer_norm",
         },
         projections=(".q_proj", ".k_proj", ".v_proj", ".out_proj"),
     )
@@ -140,9 +143,7 @@ def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
         *embeddings(config, SOURCE, TARGET, OUTPUT),
         same("source_positions/embedding", "encoder.embed_positions.weight"),
         same("target_positions/embedding", "decoder.embed_positions.weight"),
-        *stack_norms("embedding_norm", "{stack}.layernorm_embedding"),
         *LAYERS.rules(config),
-        *stack_norms("final_norm", "{stack}.layer_norm"),
     ]
 
 

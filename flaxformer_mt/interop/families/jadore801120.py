@@ -11,8 +11,7 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
 from flaxformer_mt.interop.weight_maps import family
-from flaxformer_mt.interop.weight_maps.layers import Layers, stack_norms
-from flaxformer_mt.interop.weight_maps.rules import TensorRule, embeddings
+from flaxformer_mt.interop.weight_maps.rules import Layers, TensorRule, embeddings
 
 SOURCE = "encoder.src_word_emb.weight"
 TARGET = "decoder.trg_word_emb.weight"
@@ -29,6 +28,7 @@ LAYERS = Layers(
         "feed_forward/output": "pos_ffn.w_2",
         "feed_forward_norm": "pos_ffn.layer_norm",
     },
+    stack_norms={"embedding_norm": "{stack}.layer_norm"},
     projections=(".w_qs", ".w_ks", ".w_vs", ".fc"),
 )
 
@@ -72,7 +72,6 @@ def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
 def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
     return [
         *embeddings(config, SOURCE, TARGET, OUTPUT),
-        *stack_norms("embedding_norm", "{stack}.layer_norm"),
         *LAYERS.rules(config),
     ]
 

@@ -29,6 +29,11 @@ IGNORED = {
     "n_averaged": "counts what torch.optim.swa_utils.AveragedModel has averaged",
 }
 LAYERS = fairseq.layers(BASE)
+ORDER = (
+    BIAS, "model", "shared", "encoder", "decoder", "embed_tokens", "embed_positions",
+    *fairseq.LAYER_ORDER, "layernorm_embedding", "layer_norm", "lm_head", "weight", "bias",
+)  # fmt: skip
+"""`Family.order`, also of mBART and M2M-100."""
 
 FIELDS_OF_SETTINGS = {
     "encoder_attention_heads": "num_heads",
@@ -109,12 +114,9 @@ FAMILY = family.Family(
     rules=_rules,
     buffers=_buffers,
     open_switches=frozenset({"tie_embeddings", "activation", "scale_embeddings"}),
-    order=(
-        BIAS, "model", "shared", "encoder", "decoder", "embed_tokens", "embed_positions",
-        *fairseq.LAYER_ORDER, "lm_head", "weight", "bias",
-    ),
+    order=ORDER,
     omitted=_omitted,
     constants=frozenset({BIAS}),
     ignored=IGNORED,
     base=BASE,
-)  # fmt: skip
+)

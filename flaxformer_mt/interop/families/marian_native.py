@@ -13,8 +13,7 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
 from flaxformer_mt.interop.weight_maps import family
-from flaxformer_mt.interop.weight_maps.layers import Layers, stack_norms
-from flaxformer_mt.interop.weight_maps.rules import TensorRule, embeddings, row, same
+from flaxformer_mt.interop.weight_maps.rules import Layers, TensorRule, embeddings, row, same
 from flaxformer_mt.model.transformer import ZERO_VECTOR
 from flaxformer_mt.presets import check_choice
 
@@ -51,9 +50,6 @@ _SUPPORTED: dict[str, tuple[Any, ...]] = {
     "ulr": (False,),
 }
 """The supported values of options, the default first. Options not listed here do not matter."""
-_KINDS = dict.fromkeys(
-    ("tied-embeddings", "tied-embeddings-all", "tied-embeddings-src", "output-omit-bias"), bool
-)
 _RECURRENT = {"dec-cell": ("ssru",), "layer-normalization": (False,)}
 """The same for recurrent decoders only."""
 _NORMS = {("", "an"): "post", ("n", "a"): "pre"}
@@ -67,6 +63,9 @@ _FIELDS_OF_OPTIONS = {
     "enc-depth": "num_encoder_layers",
     "dec-depth": "num_decoder_layers",
 }
+_REQUIRED: dict[str, Any] = dict.fromkeys(_FIELDS_OF_OPTIONS, int)
+_REQUIRED["dim-vocabs"] = tuple[int, int]
+_OPTIONAL = ("tied-embeddings", "tied-embeddings-all", "tied-embeddings-src", "output-omit-bias")
 
 
 # In the names below, "*" stands for "W" or "b", and in those of norms for "scale" or "bias".
@@ -96,6 +95,7 @@ def _layers(suffix: str) -> Layers:
             "feed_forward/output": "ffn_*2",
             "feed_forward_norm": f"ffn_ffn_ln_*{suffix}",
         },
+        stack_norms={"embedding_norm": "{stack}_emb_ln_*_pre", "final_norm": "{stack}_top_ln_*"},
         projections=("_*q", "_*k", "_*v", "_*o"),
         linear=_linear,
         norm=_norm,
@@ -120,8 +120,6 @@ def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
         row("output/bias", BIAS),
         *_layers(suffix).rules(config),
         *_recurrence(suffix),
-        *stack_norms("embedding_norm", "{stack}_emb_ln_*_pre", _norm),
-        *stack_norms("final_norm", "{stack}_top_ln_*", _norm),
     ]
 
 
@@ -148,16 +146,18 @@ def _sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
 
 def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     options = checkpoint.settings
-    family.check_kinds(options, _KINDS)
+    family.check_kinds(options, _REQUIRED | dict.fromkeys(_OPTIONAL, bool))
+    for name in _REQUIRED:
+        if options.get(name) is None:
+            raise UserError(f"its options have no {name}")
     family.check_supported(options, _SUPPORTED, _spelled)
     is_recurrent = options.get("transformer-decoder-autoreg") == "rnn"
     if is_recurrent:
         family.check_supported(options, _RECURRENT, _spelled)
-    source_vocabulary, target_vocabulary = _vocabulary_sizes(options)
-    ties_source = _is_on(options, "tied-embeddings-all") or _is_on(options, "tied-embeddings-src")
-    ties_output = _is_on(options, "tied-embeddings-all") or _is_on(options, "tied-embeddings")
+    source_vocabulary, target_vocabulary = options["dim-vocabs"]
+    ties_output, ties_all, ties_source, omits_bias = (bool(options.get(name)) for name in _OPTIONAL)
     return {
-        **{ours: _number(options, theirs) for theirs, ours in _FIELDS_OF_OPTIONS.items()},
+        **family.fields_of_settings(options, _FIELDS_OF_OPTIONS),
         **family.activation_of_settings(options, "transformer-ffn-activation", _ACTIVATIONS),
         "source_vocab_size": source_vocabulary,
         "target_vocab_size": target_vocabulary,
@@ -165,30 +165,13 @@ def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
         "norm_position": _norm_position(options),
         "embedding_norm": _has_norm(options, "transformer-postprocess-emb"),
         "final_norm": _has_norm(options, "transformer-postprocess-top"),
-        "output_bias": not _is_on(options, "output-omit-bias"),
-        "tie_embeddings": family.TYINGS[ties_source, ties_output],
+        "output_bias": not omits_bias,
+        "tie_embeddings": family.TYINGS[ties_all or ties_source, ties_all or ties_output],
     }
 
 
 def _spelled(value: Any) -> str:
     return yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()
-
-
-def _number(options: Mapping[str, Any], name: str) -> int:
-    if type(options.get(name)) is not int:
-        raise UserError(f"its options have no integer {name}")
-    return options[name]
-
-
-def _vocabulary_sizes(options: Mapping[str, Any]) -> tuple[int, int]:
-    match options.get("dim-vocabs"):
-        case [int(source), int(target)]:
-            return source, target
-    raise UserError("its options have no pair of integers dim-vocabs")
-
-
-def _is_on(options: Mapping[str, Any], name: str) -> bool:
-    return options.get(name, False) is True
 
 
 def _steps(options: Mapping[str, Any], name: str) -> str:

@@ -18,8 +18,7 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
 from flaxformer_mt.interop.weight_maps import family
-from flaxformer_mt.interop.weight_maps.layers import Layers, stack_norms
-from flaxformer_mt.interop.weight_maps.rules import TensorRule, embeddings, same, tied
+from flaxformer_mt.interop.weight_maps.rules import Layers, TensorRule, embeddings, same, tied
 
 SOURCE = "encoder.embeddings.make_embedding.emb_luts.0.weight"
 TARGET = "decoder.embeddings.make_embedding.emb_luts.0.weight"
@@ -39,6 +38,7 @@ LAYERS = Layers(
         "feed_forward_norm": "feed_forward.layer_norm",
     },
     encoder_modules={"self_attention_norm": "layer_norm"},
+    stack_norms={"final_norm": "{stack}.layer_norm"},
     projections=(".linear_query", ".linear_keys", ".linear_values", ".final_linear"),
 )
 
@@ -135,7 +135,6 @@ def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
         *embeddings(config, SOURCE, TARGET, OUTPUT),
         same("output/bias", "generator.bias"),
         *LAYERS.rules(config),
-        *stack_norms("final_norm", "{stack}.layer_norm"),
     ]
 
 

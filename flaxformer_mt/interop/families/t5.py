@@ -15,9 +15,8 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
 from flaxformer_mt.interop.families.marian import IGNORED
+from flaxformer_mt.interop.weight_maps import rules
 from flaxformer_mt.interop.weight_maps.family import Family, check_kinds, fields_of_settings
-from flaxformer_mt.interop.weight_maps.layers import Layers, stack_norms
-from flaxformer_mt.interop.weight_maps.rules import TensorRule, same, tied, transposed, unused
 
 SHARED = "shared.weight"
 SOURCE, TARGET = "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"
@@ -66,9 +65,9 @@ def _feed_forward(gated: bool, index: int) -> dict[str, str]:
     }
 
 
-def layers(gated: bool) -> Layers:
+def layers(gated: bool) -> rules.Layers:
     """Returns the names of the layers, with or without a gated feed-forward network."""
-    return Layers(
+    return rules.Layers(
         encoder="encoder.block.{layer}.",
         decoder="decoder.block.{layer}.",
         modules={
@@ -79,6 +78,7 @@ def layers(gated: bool) -> Layers:
             **_feed_forward(gated, index=2),
         },
         encoder_modules=_feed_forward(gated, index=1),
+        stack_norms={"final_norm": "{stack}.final_layer_norm"},
         projections=(".q", ".k", ".v", ".o"),
     )
 
@@ -133,22 +133,21 @@ def _activation(settings: Mapping[str, Any], gated: bool) -> dict[str, str]:
     return {"activation": ACTIVATIONS[kind]}
 
 
-def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
+def _rules(config: TransformerConfig, layout: str) -> list[rules.TensorRule]:
     tables = [SHARED, SOURCE, TARGET]
     if config.shares_target_and_output:
         tables.append(OUTPUT)
     positions = {
-        stack: same(f"{stack}/position_bias/embedding", BUCKETS.format(stack=stack))
+        stack: rules.same(f"{stack}/position_bias/embedding", BUCKETS.format(stack=stack))
         for stack in ("encoder", "decoder")
     }
     if layout == _UNREAD:
-        positions["decoder"] = unused(positions["decoder"], _UNREAD)
+        positions["decoder"] = rules.unused(positions["decoder"], _UNREAD)
     return [
-        tied("target_embedding/embedding", *tables),
-        transposed("output/kernel", OUTPUT),
+        rules.tied("target_embedding/embedding", *tables),
+        rules.transposed("output/kernel", OUTPUT),
         *positions.values(),
         *layers(config.feed_forward_gate).rules(config),
-        *stack_norms("final_norm", "{stack}.final_layer_norm"),
     ]
 
 

@@ -14,7 +14,6 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
 from flaxformer_mt.interop.weight_maps import rules
 from flaxformer_mt.interop.weight_maps.family import Family, guess_tying, sinusoid_buffers
-from flaxformer_mt.interop.weight_maps.layers import Layers, stack_norms
 
 SOURCE = "src_tok_emb.embedding.weight"
 TARGET = "tgt_tok_emb.embedding.weight"
@@ -26,10 +25,10 @@ def _is_bare(checkpoint: PublishedCheckpoint) -> bool:
     return all(name.startswith(("encoder.", "decoder.")) for name in checkpoint.tensors)
 
 
-def layers(bare: bool) -> Layers:
+def layers(bare: bool) -> rules.Layers:
     """Returns the names of the layers, of a bare `torch.nn.Transformer` or of the whole model."""
     prefix = "" if bare else "transformer."
-    return Layers(
+    return rules.Layers(
         encoder=f"{prefix}encoder.layers.{{layer}}.",
         decoder=f"{prefix}decoder.layers.{{layer}}.",
         modules={
@@ -42,6 +41,7 @@ def layers(bare: bool) -> Layers:
             "feed_forward_norm": "norm3",
         },
         encoder_modules={"feed_forward_norm": "norm2"},
+        stack_norms={"final_norm": f"{prefix}{{stack}}.norm"},
         attention=_attention,
     )
 
@@ -78,7 +78,6 @@ def _rules(config: TransformerConfig, layout: str) -> list[rules.TensorRule]:
     return [
         *([] if bare else outside_of_stacks),
         *layers(bare).rules(config),
-        *stack_norms("final_norm", f"{'' if bare else 'transformer.'}{{stack}}.norm"),
     ]
 
 

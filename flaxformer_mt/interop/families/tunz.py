@@ -12,8 +12,7 @@ import numpy as np
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
 from flaxformer_mt.interop.weight_maps.family import Buffer, Family, guess_tying
-from flaxformer_mt.interop.weight_maps.layers import Layers, stack_norms
-from flaxformer_mt.interop.weight_maps.rules import TensorRule, embeddings, unused
+from flaxformer_mt.interop.weight_maps.rules import Layers, TensorRule, embeddings, unused
 
 SOURCE = "i_vocab_embedding.weight"
 TARGET = "t_vocab_embedding.weight"
@@ -29,6 +28,7 @@ LAYERS = Layers(
         "feed_forward/output": "ffn.layer2",
         "feed_forward_norm": "ffn_norm",
     },
+    stack_norms={"final_norm": "{stack}.last_norm"},
     projections=(".linear_q", ".linear_k", ".linear_v", ".output_layer"),
 )
 
@@ -60,7 +60,6 @@ def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
     return [
         *embeddings(config, SOURCE, TARGET, None),
         *layers,
-        *stack_norms("final_norm", "{stack}.last_norm"),
     ]
 
 

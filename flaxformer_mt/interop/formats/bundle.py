@@ -1,6 +1,7 @@
-"""A whole model: parameters with vocabularies and search options."""
+"""Whole models: parameters with vocabularies and search options, and who reads and writes them."""
 
 import dataclasses
+import importlib
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -14,9 +15,31 @@ from flaxformer_mt.config import (
     TransformerConfig,
 )
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.interop.families import FAMILIES
+from flaxformer_mt.interop.formats.hub_families import HUB_FAMILIES
+from flaxformer_mt.interop.formats.own_format import OWN
 from flaxformer_mt.interop.weight_maps.mapping import model_params
 from flaxformer_mt.runs.folder import read_origin
 from flaxformer_mt.trained_model import load_run, write_model
+
+Notes = tuple[str, ...]
+"""What was changed or lost, in one line each."""
+
+# Modules of this package with a function `read`, ...
+READERS = {
+    **dict.fromkeys(HUB_FAMILIES, "huggingface"),
+    **dict.fromkeys(("fairseq", "opennmt"), "dictionary_folders"),
+    "marian-native": "marian_folder",
+    "jax": "jax_export",
+}
+# ... and with a function `write`. They are imported at use, since some need optional packages.
+WRITERS = {
+    **dict.fromkeys(HUB_FAMILIES, "huggingface"),
+    "marian-native": "marian_folder",
+    "ctranslate2": "ctranslate2",
+    "jax": "jax_export",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,3 +100,40 @@ def experiment(model: TransformerConfig, decode: DecodeConfig, **data: Any) -> E
         train=TrainConfig(num_steps=2000, eval_every=500, checkpoint_every=500, best_metric="bleu"),
         decode=decode,
     )
+
+
+def read_bundle(
+    family: str, source: Path, overrides: Mapping[str, Any]
+) -> tuple[ModelBundle, Notes]:
+    """Reads a folder with a whole model, given configuration fields that override its own.
+
+    Raises:
+      UserError: it is not a folder of that family, or is damaged.
+    """
+    if family in READERS and (source.is_dir() or family not in FAMILIES):
+        found: tuple[ModelBundle, Notes] = _call(READERS, "read", family, source, overrides)
+        return found
+    if not source.is_dir():
+        raise UserError(f"{source} is not a folder, so it has no vocabulary: a folder is needed")
+    if family != OWN:
+        raise UserError(f"{source} is a folder: {family} is read from a file")
+    if overrides:
+        raise UserError(f"{source} contains {next(iter(overrides))}: fields cannot be overridden")
+    return ModelBundle.of_run(source), ()
+
+
+def write_bundle(
+    family: str, bundle: ModelBundle, folder: Path, accepted: Collection[str], **options: Any
+) -> Notes:
+    """Writes a folder of a key of `WRITERS`; `accepted` and errors are those of `convert`."""
+    notes: Notes = _call(WRITERS, "write", family, bundle, folder, accepted, **options)
+    return notes
+
+
+def _call(
+    modules: Mapping[str, str], function: str, family: str, *arguments: Any, **options: Any
+) -> Any:
+    module = importlib.import_module(f"{__package__}.{modules[family]}")
+    # A module of several families takes the one that is meant.
+    options |= {"family": family} if family in FAMILIES else {}
+    return getattr(module, function)(*arguments, **options)

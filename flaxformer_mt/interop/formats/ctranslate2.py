@@ -17,22 +17,18 @@ from flaxformer_mt.config import DecodeConfig, TransformerConfig
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers
 from flaxformer_mt.decoding.bad_phrases import bad_phrases
 from flaxformer_mt.decoding.search.options import forbidden_token_ids
-from flaxformer_mt.errors import UserError
+from flaxformer_mt.errors import UserError, requiring
 from flaxformer_mt.input_files import read_json
 from flaxformer_mt.interop.exports import ctranslate2_obstacle
-from flaxformer_mt.interop.formats.bundle import ModelBundle
+from flaxformer_mt.interop.formats.bundle import ModelBundle, Notes
 from flaxformer_mt.model.transformer import ZERO_VECTOR
 from flaxformer_mt.runs import atomic
 
-try:
+with requiring("an export to CTranslate2", "'flaxformer_mt[export]'"):
     from ctranslate2 import Translator
     from ctranslate2.specs.model_spec import ACCEPTED_MODEL_TYPES as QUANTIZATIONS
 
     from flaxformer_mt.interop.formats.ctranslate2_spec import to_spec
-except ImportError as error:
-    raise UserError(
-        f"CTranslate2's converter needs {error.name}: pip install 'flaxformer_mt[export]'"
-    ) from error
 
 SETTINGS = "translate_batch.json"
 """File with keyword arguments for `ctranslate2.Translator.translate_batch`."""
@@ -56,7 +52,7 @@ def write(
     folder: Path,
     accepted: Collection[str] = (),
     quantization: str | None = None,
-) -> tuple[str, ...]:
+) -> Notes:
     """Writes a folder that `ctranslate2.Translator` loads, atomically.
 
     The folder also contains `SETTINGS`, the arguments for a search like the run's, and the two
@@ -94,7 +90,7 @@ def write(
         for name, content in _vocabulary_files(tokenizers).items():
             (partial / name).write_bytes(content)
         (partial / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    notes: tuple[str, ...] = ()
+    notes: Notes = ()
     if model.norm_kind == "unbiased_std":
         notes = ("norm_kind=unbiased_std becomes layer_norm: accepted, results differ slightly",)
     return (*notes, *losses)
@@ -118,7 +114,7 @@ def log_probabilities(folder: Path, source: np.ndarray, target: np.ndarray) -> n
     return np.array([score.log_probs for score in scores])
 
 
-def to_settings(bundle: ModelBundle) -> tuple[dict[str, Any], tuple[str, ...]]:
+def to_settings(bundle: ModelBundle) -> tuple[dict[str, Any], Notes]:
     """Returns the arguments of `translate_batch`, and a line about each unsupported option."""
     decode, model = bundle.config.decode, bundle.config.model
     limit, num_positions = decode.max_length or LONGEST_TRANSLATION, _num_positions(bundle)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.interop.families import m2m100, marian, mbart, t5
+from flaxformer_mt.interop.families import marian, mbart, t5
 from flaxformer_mt.interop.weight_maps.family import Family
 
 Settings = Mapping[str, Any]
@@ -53,9 +53,8 @@ class HubFamily:
         """The types of the fields of `config.json` that are read."""
         model = TransformerConfig()
         ours = {theirs: getattr(model, ours) for theirs, ours in (self.fields | self.sizes).items()}
-        kinds = {name: type(value) for name, value in (self.new(model) | ours).items()}
-        kinds |= {name: type(value) for name, value in self.defaults.items()}
-        return {**_KINDS, **kinds}
+        known = {**self.new(model), **ours, **self.defaults}
+        return {**_KINDS, **{name: type(value) for name, value in known.items()}}
 
     def settings(self, model: TransformerConfig, kept: Settings) -> dict[str, Any]:
         """Returns `config.json` for a configuration, given that of the published folder."""
@@ -165,7 +164,7 @@ HUB_FAMILIES = {
             model_type=lambda model: "mbart" if model.norm_position == "pre" else "bart",
         ),
         _hub_family_like_fairseq(
-            family=m2m100.FAMILY,
+            family=mbart.M2M100,
             architectures={"m2m_100": "M2M100ForConditionalGeneration"},
             model_type=lambda model: "m2m_100",
             defaults={

@@ -14,7 +14,6 @@ from typing import Annotated, Any, TypedDict
 import msgspec
 import numpy as np
 import safetensors.numpy
-from safetensors import SafetensorError
 
 from flaxformer_mt.config import ExperimentConfig, TransformerConfig
 from flaxformer_mt.data.tokenizers.dictionary_tokenizer import DictionaryTokenizer
@@ -33,16 +32,17 @@ from flaxformer_mt.data.tokenizers.marian_tokenizer import (
 )
 from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers
-from flaxformer_mt.errors import UserError, first_line
+from flaxformer_mt.errors import UserError
 from flaxformer_mt.input_files import read_bytes, read_json
 from flaxformer_mt.interop import checkpoint_files
 from flaxformer_mt.interop.adaptation import adapt
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
 from flaxformer_mt.interop.families import marian
 from flaxformer_mt.interop.formats import generation_config
-from flaxformer_mt.interop.formats.bundle import ModelBundle, experiment
+from flaxformer_mt.interop.formats.bundle import ModelBundle, Notes, experiment
 from flaxformer_mt.interop.formats.hub_families import HUB_FAMILIES, HubFamily
 from flaxformer_mt.interop.weight_maps import checkpoints
+from flaxformer_mt.interop.weight_maps.adam_state import TrainingState
 from flaxformer_mt.interop.weight_maps.family import check_kinds
 from flaxformer_mt.interop.weight_maps.mapping import CARRIED
 from flaxformer_mt.runs import atomic
@@ -60,8 +60,8 @@ _WRITTEN = {"model.shared.weight", "shared.weight"}
 
 
 def read(
-    folder: Path, overrides: Mapping[str, Any] | None = None, family: str = "marian"
-) -> tuple[ModelBundle, tuple[str, ...]]:
+    folder: Path, overrides: Mapping[str, Any] = {}, family: str = "marian"
+) -> tuple[ModelBundle, Notes]:
     """Reads a folder to which a model and its tokenizer were saved.
 
     `family` is a key of `HUB_FAMILIES`, `overrides` are fields of `TransformerConfig` to replace.
@@ -98,9 +98,11 @@ def read(
         known |= {name: value for name, value in settings.items() if value is not None}
         # Where the two files differ, `generate` follows that of its settings.
         known |= {_START: search[_START]} if search.get(_START) is not None else {}
-        known |= _end_of(known, tokenizers)
+        end = tokenizers.target.eos_id
+        if generation_config.is_one_of(end, known.get("eos_token_id")):
+            known["eos_token_id"] = end
         checkpoint = checkpoints.unwrapped(hub.family, PublishedCheckpoint(tensors, known))
-        model, params = checkpoints.from_checkpoint(hub.family, checkpoint, dict(overrides or {}))
+        model, params = checkpoints.from_checkpoint(hub.family, checkpoint, dict(overrides))
         _check_sizes(settings, hub.sizes, model)
         _check_tokenizers(model, tokenizers)
         for name, values in (
@@ -110,8 +112,7 @@ def read(
             _check_special_tokens(name, values, model)
         decode, notes = generation_config.to_decode(search, model, tokenizers.target)
         notes += class_notes
-    is_chosen = "bos_id" in (overrides or {})
-    if known.get(_START) is None and not is_chosen:
+    if known.get(_START) is None and "bos_id" not in overrides:
         notes.append(
             f"no {_START} is set: translations start from token {model.bos_id}, those of "
             f"`generate` from bos_token_id; set {_START}, or give --set bos_id=..."
@@ -144,7 +145,7 @@ def read(
 
 def write(
     bundle: ModelBundle, folder: Path, accepted: Collection[str] = (), family: str = "marian"
-) -> tuple[str, ...]:
+) -> Notes:
     """Writes a folder that transformers loads, atomically.
 
     Returns the changes to the weights, and the unsupported search options, in one line each;
@@ -152,10 +153,11 @@ def write(
     """
     hub = HUB_FAMILIES[family]
     model, params = bundle.config.model, bundle.params
-    notes: tuple[str, ...] = ()
+    notes: Notes = ()
     kept = bundle.origin if _CARRIED_FILE in bundle.origin else {}
     if not kept:
-        model, params, notes = adapt(model, params, hub.family, accepted)
+        given = TrainingState(model, params, None)
+        model, params, _, notes = adapt(given, hub.family, accepted)
         # Hugging Face's start token is configurable, so a difference needs no note.
         notes = tuple(note for note in notes if not note.startswith("decoding starts from"))
     if min(model.bos_id, model.pad_id) < 0:
@@ -209,12 +211,6 @@ def _shards(index: Path) -> list[Path]:
         if not name or Path(name).name != name:
             raise UserError(f"{index} is damaged: {name!r} is not a file in its folder")
     return [index.with_name(name) for name in names]
-
-
-def _end_of(settings: Mapping[str, Any], tokenizers: Tokenizers) -> dict[str, Any]:
-    end = tokenizers.target.eos_id
-    is_one = generation_config.is_one_of(end, settings.get("eos_token_id"))
-    return {"eos_token_id": end} if is_one else {}
 
 
 def _tokenizer_class(
@@ -321,8 +317,12 @@ def _data(names: Mapping[str, Any], tokenizers: Tokenizers) -> dict[str, Any]:
 def _carried(
     kept: Mapping[str, bytes], model: TransformerConfig, hub: HubFamily
 ) -> tuple[dict[str, np.ndarray], str]:
+    """Returns the tensors to write as they were read, empty if to be left out, and the dtype."""
     if _CARRIED_FILE in kept:
-        return _parse_carried(kept[_CARRIED_FILE])
+        content = kept[_CARRIED_FILE]
+        # The library reads the metadata of files only.
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        return safetensors.numpy.load(content), header["__metadata__"]["dtype"]
     # Hugging Face omits computed tables and all but one of tied tensors.
     omitted = hub.family.omitted(model) - _WRITTEN
     # For Marian, transformers 5 ties source and target only together with the output.
@@ -330,18 +330,6 @@ def _carried(
         omitted = frozenset(marian.TABLES)
     empty = np.empty(0, model.param_dtype)
     return dict.fromkeys(sorted(omitted), empty), model.param_dtype
-
-
-def _parse_carried(content: bytes) -> tuple[dict[str, np.ndarray], str]:
-    try:
-        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-        dtype = header["__metadata__"]["dtype"]
-        tensors = safetensors.numpy.load(content)
-    except (SafetensorError, LookupError, TypeError, ValueError, RecursionError) as error:
-        raise UserError(f"{ORIGIN}/{_CARRIED_FILE} is damaged: {first_line(error)}") from error
-    if dtype not in (*_NARROW, "float32", "float64"):
-        raise UserError(f"{ORIGIN}/{_CARRIED_FILE} is damaged: its dtype is {dtype!r}")
-    return tensors, dtype
 
 
 def _narrowed(tensors: Mapping[str, np.ndarray], dtype: str) -> Mapping[str, np.ndarray]:

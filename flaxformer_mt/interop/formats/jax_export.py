@@ -29,7 +29,7 @@ from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, read_tokenizers
 from flaxformer_mt.decoding.search.options import forbidden_token_ids
 from flaxformer_mt.errors import UserError, prefixed, requiring
 from flaxformer_mt.interop import array_files
-from flaxformer_mt.interop.formats.bundle import ModelBundle
+from flaxformer_mt.interop.formats.bundle import ModelBundle, Notes
 from flaxformer_mt.interop.weight_maps.mapping import by_path, model_params
 from flaxformer_mt.interop.weight_maps.validation import check_params
 from flaxformer_mt.model.cache import Cache, reorder_cache
@@ -53,7 +53,7 @@ SIGNATURES = {
 `parameters` is a dict of arrays, `cache` a tuple of arrays; only the shape of `room` is used."""
 
 
-def write(bundle: ModelBundle, folder: Path, accepted: Collection[str] = ()) -> tuple[str, ...]:
+def write(bundle: ModelBundle, folder: Path, accepted: Collection[str] = ()) -> Notes:
     """Writes a folder that can be used without this package, atomically.
 
     It contains the functions of `SIGNATURES`, the parameters (.npz), the SentencePiece models,
@@ -82,9 +82,7 @@ def write(bundle: ModelBundle, folder: Path, accepted: Collection[str] = ()) -> 
     return ()
 
 
-def read(
-    folder: Path, overrides: Mapping[str, Any] | None = None
-) -> tuple[ModelBundle, tuple[str, ...]]:
+def read(folder: Path, overrides: Mapping[str, Any] = {}) -> tuple[ModelBundle, Notes]:
     """Reads the model of a folder that `write` wrote, with any version of JAX.
 
     The exported functions are not read. UserError if it is not such a folder, or is damaged; or if

@@ -19,8 +19,9 @@ from flaxformer_mt.errors import UserError, prefixed
 from flaxformer_mt.input_files import MAX_MODEL_BYTES, read_bytes
 from flaxformer_mt.interop.exports import marian_native_obstacle
 from flaxformer_mt.interop.families.marian_native import END, FAMILY, NO_TOKEN, options
+from flaxformer_mt.interop.formats import bundle as bundles
 from flaxformer_mt.interop.formats import marian_files
-from flaxformer_mt.interop.formats.bundle import ModelBundle, experiment, unsupported_options
+from flaxformer_mt.interop.formats.bundle import ModelBundle, Notes
 from flaxformer_mt.interop.weight_maps import checkpoints
 from flaxformer_mt.interop.weight_maps.family import check_kinds
 from flaxformer_mt.runs import atomic
@@ -40,9 +41,7 @@ class MarianFiles(NamedTuple):
     """The options of Marian's decoder; empty if there is no such file."""
 
 
-def read(
-    path: Path, overrides: Mapping[str, Any] | None = None
-) -> tuple[ModelBundle, tuple[str, ...]]:
+def read(path: Path, overrides: Mapping[str, Any] = {}) -> tuple[ModelBundle, Notes]:
     """Reads a model with its vocabularies and search options.
 
     `path` is the model's file, .npz or .bin, in the same folder as its vocabularies; or the folder.
@@ -55,7 +54,7 @@ def read(
       UserError: a file is missing, damaged or not supported, or files contradict each other.
     """
     files = find(path)
-    config, params = load(files.model, **overrides or {})
+    config, params = load(files.model, **overrides)
     source = target = _read_vocabulary(files.source, config.source_vocab_size)
     if files.source != files.target:
         target = _read_vocabulary(files.target, config.target_vocab_size)
@@ -63,10 +62,10 @@ def read(
     data = {"vocab_size": config.target_vocab_size, "joint_vocabulary": tokenizers.joint}
     with prefixed(f"the decoder's options beside {files.model}: "):
         decode, notes = to_decode(files.options, tokenizers.target)
-    return ModelBundle(experiment(config, decode, **data), params, tokenizers), notes
+    return ModelBundle(bundles.experiment(config, decode, **data), params, tokenizers), notes
 
 
-def write(bundle: ModelBundle, folder: Path, accepted: Collection[str] = ()) -> tuple[str, ...]:
+def write(bundle: ModelBundle, folder: Path, accepted: Collection[str] = ()) -> Notes:
     """Writes a folder for Marian's decoder: a float32 model, vocabularies, options.
 
     Returns a line about each unsupported search option; UserError if Marian cannot run the model.
@@ -179,9 +178,7 @@ _SAME = {
 _CONTROL_PIECES = frozenset(f"<0x{byte:02X}>" for byte in range(32))
 
 
-def to_decode(
-    options: Mapping[str, Any], target: Tokenizer
-) -> tuple[DecodeConfig, tuple[str, ...]]:
+def to_decode(options: Mapping[str, Any], target: Tokenizer) -> tuple[DecodeConfig, Notes]:
     """Converts options of Marian's decoder to search options.
 
     Without options, which Marian then takes from its command line, beam and lengths are our
@@ -216,7 +213,7 @@ def to_decode(
     return decode, tuple(notes)
 
 
-def from_decode(decode: DecodeConfig, target: Tokenizer) -> tuple[dict[str, Any], tuple[str, ...]]:
+def from_decode(decode: DecodeConfig, target: Tokenizer) -> tuple[dict[str, Any], Notes]:
     """Converts search options to options of Marian's decoder.
 
     Returns:
@@ -241,7 +238,7 @@ def from_decode(decode: DecodeConfig, target: Tokenizer) -> tuple[dict[str, Any]
         options["allow-special"] = True
     if forbidden <= unknown | control:
         supported.add("bad_word_ids")
-    return options, (*notes, *unsupported_options(decode, supported, "Marian"))
+    return options, (*notes, *bundles.unsupported_options(decode, supported, "Marian"))
 
 
 def _control_ids(tokenizer: Tokenizer) -> list[int]:

@@ -34,15 +34,12 @@ def write(path: Path, state: TrainingState, origin: str) -> None:
     """Writes a training state without loss."""
     if path.suffix != ".safetensors":
         raise UserError(f"{path}: use the suffix .safetensors")
-    tensors = _flatten("", state.params)
     metadata = {"format": OWN, "config": json.dumps(to_dict(state.config)), "origin": origin}
     if state.adam is not None:
-        tensors |= _flatten(f"{ADAM}mean/", state.adam.mean)
-        tensors |= _flatten(f"{ADAM}variance/", state.adam.variance)
         # A learning rate may be a tensor.
         settings = json.dumps(dict(state.adam.settings), default=float)
         metadata |= {"adam_step": str(state.adam.step), "adam_settings": settings}
-    checkpoint_files.write_safetensors(path, tensors, metadata)
+    checkpoint_files.write_safetensors(path, _tensors(state), metadata)
 
 
 def read(path: Path, overrides: Mapping[str, Any]) -> tuple[TrainingState, str]:
@@ -69,18 +66,13 @@ def read(path: Path, overrides: Mapping[str, Any]) -> tuple[TrainingState, str]:
 
 def _require_known(tensors: Tensors, state: TrainingState, family: str) -> None:
     """Raises `UserError` for a tensor beside the parameters that nothing would read."""
-    trees = [state.params]
-    moments: tuple[str, ...] = ()
-    if state.adam is not None:
-        trees += [state.adam.mean, state.adam.variance]
-        moments = (f"{ADAM}mean/", f"{ADAM}variance/")
-    carried = {name for tree in trees for name in tree.get(mapping.CARRIED, {})}
-    if family in families.FAMILIES:  # Not one that a program has defined.
-        carried -= _names(families.FAMILIES[family], state)
-    elif family != OWN:
-        carried = set()
-    unknown = [f"{mapping.CARRIED}/{name}" for name in sorted(carried)]
-    unknown += [name for name in tensors if name.startswith(ADAM) and not name.startswith(moments)]
+    unknown = sorted(tensors.keys() - _tensors(state).keys())
+    if family in (OWN, *families.FAMILIES):  # Not one that a program has defined.
+        known = set() if family == OWN else _names(families.FAMILIES[family], state)
+        carried = [name for name in sorted(tensors) if parameter_file.CARRIED in name]
+        unknown += [
+            name for name in carried if name.partition(parameter_file.CARRIED)[2] not in known
+        ]
     if unknown:
         raise UserError(f"tensor {unknown[0]} is unexpected: nothing in the model has it")
 
@@ -110,6 +102,14 @@ def _adam_of(metadata: Mapping[str, str], tensors: Tensors) -> AdamState | None:
     ]
     settings |= {"param_groups": groups} if groups else {}
     return AdamState(step, mean, variance, settings)
+
+
+def _tensors(state: TrainingState) -> dict[str, np.ndarray]:
+    tensors = _flatten("", state.params)
+    if state.adam is not None:
+        tensors |= _flatten(f"{ADAM}mean/", state.adam.mean)
+        tensors |= _flatten(f"{ADAM}variance/", state.adam.variance)
+    return tensors
 
 
 def _flatten(prefix: str, tree: Mapping[str, Any]) -> dict[str, np.ndarray]:

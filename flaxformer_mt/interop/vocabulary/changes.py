@@ -14,7 +14,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.input_files import parse_json
 from flaxformer_mt.interop.certificate import values_of_modules
-from flaxformer_mt.interop.formats.bundle import ModelBundle
+from flaxformer_mt.interop.formats.bundle import ModelBundle, Notes
 from flaxformer_mt.interop.formats.huggingface import CONFIG, GENERATION, to_json
 
 Rows = Sequence[Sequence[int]]
@@ -35,13 +35,11 @@ class VocabularyChange:
     target: Rows
     drops_spare_rows: bool
     """Whether rows of a table that are no token's, which some models have, are removed as well."""
-    notes: tuple[str, ...] = ()
+    notes: Notes = ()
     """What other programs cannot do with the vocabularies, in one line each."""
 
 
-def with_vocabulary(
-    bundle: ModelBundle, change: VocabularyChange
-) -> tuple[ModelBundle, tuple[str, ...]]:
+def with_vocabulary(bundle: ModelBundle, change: VocabularyChange) -> tuple[ModelBundle, Notes]:
     """Returns a model with a changed vocabulary, and lines about what it computes.
 
     Ids in its search options and in the files that came with it are changed, too; a phrase with a

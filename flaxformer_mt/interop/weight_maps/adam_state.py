@@ -14,7 +14,6 @@ So are the moments of parameters that the reference never reads.
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,8 +85,9 @@ def load_training(
         config, params = checkpoints.from_checkpoint(family, checkpoint, overrides)
         if checkpoint.optimizer is None:
             return TrainingState(config, params, None)
-        adam = _read(family, config, checkpoint)
-    paths = WeightMap.of_tensors(family, config, checkpoint.tensors).mixed
+        weight_map = WeightMap.of_tensors(family, config, checkpoint.tensors)
+        adam = _read(weight_map, checkpoint)
+    paths = weight_map.mixed
     notes = (
         f"Adam's moments of {', '.join(paths)} start at zero: {family.name} computes these "
         "parameters from others, whose moments are carried",
@@ -95,22 +95,13 @@ def load_training(
     return TrainingState(config, params, adam, notes if paths and adam.step else ())
 
 
-def save(
-    family: str | Family,
-    config: TransformerConfig,
-    params: Mapping[str, Any],
-    path: str | os.PathLike[str],
-    adam: AdamState | None = None,
-) -> None:
-    """Writes parameters as a state dict of a published module, see `interop.save`."""
-    family = families.find(family)
-    if adam is not None and Path(path).suffix == ".safetensors":
-        raise UserError(f"{path}: PyTorch reads Adam's state from .pt files only: use .pt")
+def to_checkpoint(
+    family: Family, config: TransformerConfig, params: Mapping[str, Any], adam: AdamState
+) -> dict[str, Any]:
+    """Returns a published training checkpoint; errors as of `interop.save`."""
     written = checkpoints.to_state_dict(family, config, params)
-    if adam is None:
-        checkpoint_files.write(path, written)
-        return
-    tensors = _in_order_of_parameters(family, config, written, adam.settings.get("parameters"))
+    weight_map = WeightMap.of_tensors(family, config, written)
+    tensors = _in_order_of_parameters(weight_map, written, adam.settings.get("parameters"))
     parts: dict[str, dict[str, np.ndarray]] = {part: {} for part in ("model", *family.parts)}
     for name, tensor in tensors.items():
         part, _, rest = name.partition(".")
@@ -118,14 +109,13 @@ def save(
             parts[part][rest] = tensor
         else:
             parts["model"][name] = tensor
-    optimizer = _to_state_dict(family, config, tensors, adam)
-    checkpoint_files.write_torch(Path(path), {**parts, family.optimizer_key: optimizer})
+    optimizer = _to_state_dict(weight_map, tensors, adam)
+    return {**parts, family.optimizer_key: optimizer}
 
 
-def _read(family: Family, config: TransformerConfig, checkpoint: PublishedCheckpoint) -> AdamState:
+def _read(weight_map: WeightMap, checkpoint: PublishedCheckpoint) -> AdamState:
     groups, state = _groups_and_state(checkpoint.optimizer)
     groups = [_without_prefix(group, checkpoint.prefix) for group in groups]
-    weight_map = WeightMap.of_tensors(family, config, checkpoint.tensors)
     parameters = _parameters(weight_map, checkpoint.tensors)
     names = _names_by_index(groups, parameters)
     if names is None:
@@ -137,14 +127,7 @@ def _read(family: Family, config: TransformerConfig, checkpoint: PublishedCheckp
         if index not in names:
             raise UserError(f"entry {index} of the optimizer's state is unexpected")
         entries[names[index]] = entry
-    shapes = weight_map.shapes()
-    moments = {
-        kind: {
-            name: _moment(kind, name, entry, shapes.get(name), config)
-            for name, entry in entries.items()
-        }
-        for kind in (MEAN, VARIANCE)
-    }
+    moments = {kind: _moments(kind, entries, weight_map) for kind in (MEAN, VARIANCE)}
     for name, is_trained in parameters.items():
         if entries and is_trained and name not in entries:
             raise UserError(f"Adam's moments of {name} are missing")
@@ -199,15 +182,12 @@ def _parameters(weight_map: WeightMap, tensors: Tensors) -> dict[str, bool]:
     }
 
 
-def _in_order_of_parameters(
-    family: Family, config: TransformerConfig, tensors: Tensors, names: Any
-) -> Tensors:
+def _in_order_of_parameters(weight_map: WeightMap, tensors: Tensors, names: Any) -> Tensors:
     """Returns the reference's tensors in an order in which its parameters are `names`.
 
     They are returned as they are if that is their order already, or if the reference has other
     parameters than `names`, which may be anything: our own files have them.
     """
-    weight_map = WeightMap.of_tensors(family, config, tensors)
     if not isinstance(names, list) or [*_parameters(weight_map, tensors)] == names:
         return tensors
     ranks = {str(name): rank for rank, name in enumerate(names)}
@@ -235,27 +215,29 @@ def _names_by_index(
     return None
 
 
-def _moment(
-    kind: str,
-    name: str,
-    entry: Mapping[str, Any],
-    shape: tuple[int, ...] | None,
-    config: TransformerConfig,
-) -> np.ndarray:
-    for key in ("step", MEAN, VARIANCE):
-        if key not in entry:
-            raise UserError(f"Adam's {key} of {name} is missing")
-    for key in entry:
-        if key not in ("step", MEAN, VARIANCE):
-            raise UserError(f"Adam's {key} of {name} is unsupported: our Adam has no such state")
-    moment = checkpoint_files.to_numpy(f"{kind} of {name}", entry[kind])
-    if shape is not None and moment.shape != shape:
-        raise UserError(f"Adam's {kind} of {name} has shape {moment.shape}, but must be {shape}")
-    if moment.dtype != config.param_dtype:
-        raise UserError(
-            f"Adam's {kind} of {name} is {moment.dtype}, the parameters are {config.param_dtype}"
-        )
-    return moment
+def _moments(
+    kind: str, entries: Mapping[str, Mapping[str, Any]], weight_map: WeightMap
+) -> dict[str, np.ndarray]:
+    shapes, dtype = weight_map.shapes(), weight_map.config.param_dtype
+    moments = {}
+    for name, entry in entries.items():
+        for key in ("step", MEAN, VARIANCE):
+            if key not in entry:
+                raise UserError(f"Adam's {key} of {name} is missing")
+        for key in entry:
+            if key not in ("step", MEAN, VARIANCE):
+                raise UserError(
+                    f"Adam's {key} of {name} is unsupported: our Adam has no such state"
+                )
+        label = f"{kind} of {name}"
+        moment = checkpoint_files.to_numpy(label, entry[kind])
+        shape = shapes.get(name, moment.shape)
+        if moment.shape != shape:
+            raise UserError(f"Adam's {label} has shape {moment.shape}, but must be {shape}")
+        if moment.dtype != dtype:
+            raise UserError(f"Adam's {label} is {moment.dtype}, the parameters are {dtype}")
+        moments[name] = moment
+    return moments
 
 
 def _steps(entries: Mapping[str, Mapping[str, Any]]) -> tuple[int, str]:
@@ -300,10 +282,7 @@ def _to_theirs(weight_map: WeightMap, arrays: Tensors) -> dict[str, np.ndarray]:
     return {name: moment for name, moment in moments if name not in unread}
 
 
-def _to_state_dict(
-    family: Family, config: TransformerConfig, tensors: Tensors, adam: AdamState
-) -> dict[str, Any]:
-    weight_map = WeightMap.of_tensors(family, config, tensors)
+def _to_state_dict(weight_map: WeightMap, tensors: Tensors, adam: AdamState) -> dict[str, Any]:
     parameters = _parameters(weight_map, tensors)
     groups = list(adam.settings.get("param_groups", [DEFAULT_GROUP | {"params": []}]))
     names = _names_by_index(groups, parameters)

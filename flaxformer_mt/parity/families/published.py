@@ -13,7 +13,7 @@ from flaxformer_mt import interop
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint, Tensors
-from flaxformer_mt.interop.formats.registry import read_bundle
+from flaxformer_mt.interop.formats.bundle import read_bundle
 from flaxformer_mt.interop.weight_maps import checkpoints, validation
 from flaxformer_mt.interop.weight_maps.mapping import WeightMap
 from flaxformer_mt.parity import references

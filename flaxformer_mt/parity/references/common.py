@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.interop.families import fairseq
-from flaxformer_mt.interop.weight_maps.layers import Layers
+from flaxformer_mt.interop.weight_maps.rules import Layers
 from flaxformer_mt.parity.trace.module_values import Tap, for_layers, softmax_input, softmax_output
 
 MASKED_SCORE = -1e9

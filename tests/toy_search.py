@@ -1,13 +1,16 @@
 """Search problems with random logits that depend on all preceding tokens."""
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from hypothesis import strategies as st
+from slow_search import Constraints
 
 from flaxformer_mt.decoding.search import search
-from flaxformer_mt.decoding.search.state import SentenceConstraints, StepOutput
+from flaxformer_mt.decoding.search.state import IMPOSSIBLE, SentenceConstraints, StepOutput
 
 V, P, B, S = 6, 5, 3, 4  # Vocabulary, longest hypothesis, rows, source tokens.
 PAD, BOS, EOS = 0, 1, 2
@@ -106,3 +109,49 @@ def find_with_staggered_starts(world, rows, options):
     while active(together).any():
         together = advance(options, together)
     return results(together, options)
+
+
+# What Hypothesis draws: worlds, options and constraints.
+seeds = st.integers(0, 2**32 - 1)
+ends = st.floats(-4, 4)
+numbers = st.fixed_dictionaries(
+    {
+        "length_penalty": st.floats(0, 4),
+        "coverage_penalty": st.floats(0.01, 1),
+        "repetition_penalty": st.floats(0.5, 3),
+        "diversity_penalty": st.floats(0, 3),
+    }
+)
+three_constraints = st.lists(
+    st.builds(
+        Constraints,
+        limit=st.integers(0, P),
+        minimum=st.integers(0, P),
+        prefix=st.lists(st.sampled_from(WORDS), max_size=2).map(tuple),
+        certain=st.integers(0, 1),
+        allowed=st.none() | st.frozensets(st.sampled_from(WORDS)).map(lambda some: some | {EOS}),
+    ),
+    min_size=B,
+    max_size=B,
+)
+
+
+def with_numbers(options, drawn):
+    """Returns the options with those numbers replaced that are not None."""
+    kept = {name: v for name, v in drawn.items() if getattr(options, name) is not None}
+    return dataclasses.replace(options, **kept)
+
+
+def assert_row_is(result, row, expected):
+    """Asserts that the row has exactly the expected hypotheses, in order."""
+    empty = result.lengths.shape[1] - len(expected)
+    assert result.lengths[row].tolist() == [len(found.tokens) for found in expected] + [0] * empty
+    for position, found in enumerate(expected):
+        padding = [PAD] * (P - len(found.tokens))
+        assert result.tokens[row, position].tolist() == [*found.tokens, *padding]
+        np.testing.assert_allclose(result.scores[row, position], found.score, atol=2e-5)
+        np.testing.assert_allclose(
+            result.log_probabilities[row, position], found.log_probability, atol=2e-5
+        )
+    assert (result.scores[row, len(expected) :] == np.float32(IMPOSSIBLE)).all()
+    assert (result.tokens[row, len(expected) :] == PAD).all()

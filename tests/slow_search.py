@@ -1,6 +1,7 @@
 """A reference implementation of `decoding/search`: one row, one hypothesis per step, no JAX."""
 
 import dataclasses
+import itertools
 import math
 from typing import NamedTuple
 
@@ -164,3 +165,26 @@ def slow_search(logits_after, constraints, options, attention_after=None):
     """
     one_row = slow_greedy_search if options.independent else slow_beam_search
     return one_row(logits_after, constraints, options, attention_after)[: options.n_best]
+
+
+def enumerate_hypotheses(logits_after, words, constraints, options):
+    """Returns every hypothesis of some words that the rules allow, best first.
+
+    Arguments as of `slow_search`.
+    """
+    end = (options.eos_id,)
+    shorter = itertools.chain.from_iterable(
+        itertools.product(words, repeat=length) for length in range(constraints.limit)
+    )
+    every = [(*tokens, *end) for tokens in shorter]
+    if constraints.limit:
+        every += itertools.product(words, repeat=constraints.limit)
+    found = []
+    for tokens in every:
+        total = 0.0
+        for length, token in enumerate(tokens):
+            logits = logits_after(tokens[:length])
+            total += token_scores(logits, tokens[:length], constraints, options)[token]
+        if total > -math.inf:
+            found.append(Found(total / penalty_of(len(tokens), options), total, tokens))
+    return sorted(found, reverse=True)
