@@ -8,6 +8,7 @@ import os
 import re
 import resource
 import shutil
+import subprocess
 import sys
 import textwrap
 
@@ -437,6 +438,19 @@ def test_parameters_alone_can_be_used_but_not_trained_on(tmp_path):
         checkpointer.restore(make_state(0))
 
 
+def test_a_manifest_names_every_file(tmp_path):
+    path = save(tmp_path, 1)
+    files = json.loads((path / "manifest.json").read_text())["files"]
+    assert set(files) == {
+        file.relative_to(path).as_posix()
+        for file in path.rglob("*")
+        if file.is_file() and file.name != "manifest.json"
+    }
+    for name, entry in files.items():
+        assert entry["bytes"] == (path / name).stat().st_size
+        assert len(entry["sha256"]) == 64
+
+
 SAVE_UNTIL_IT_FAILS = """
     import os
     import sys
@@ -486,6 +500,23 @@ def test_a_failed_write_is_one_error_and_leaves_nothing(tmp_path):
     assert entries(tmp_path) == ["1"]
 
 
+def test_too_few_file_descriptors_are_one_error(tmp_path):
+    limit = "__import__('resource').setrlimit(7, (24, 24))"  # RLIMIT_NOFILE
+    script = textwrap.dedent(SAVE_UNTIL_IT_FAILS).replace("os.system(sys.argv[2])", limit)
+    result = subprocess.run(
+        [sys.executable, "-c", script, tmp_path],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert result.returncode == 1, result.stderr
+    # Reading removes the workspace, for whose removal there were too few as well.
+    last, _ = restore_params(tmp_path, "last")
+    assert result.stderr.splitlines()[-1] == (
+        f"error: the checkpoint of step {last + 1} could not be written to {tmp_path}/checkpoints: "
+        "Too many open files; earlier checkpoints are intact"
+    )
+    assert entries(tmp_path) == [str(step) for step in range(1, last + 1)]
+
+
 def test_a_full_disk(tmp_path):
     """The process ends with one line, and all that was written before is whole."""
     folder, kept = tmp_path / "run", tmp_path / "kept"
@@ -509,3 +540,25 @@ def test_a_full_disk(tmp_path):
         f"{folder}/checkpoints: No space left on device; earlier checkpoints are intact"
     )
     assert entries(kept) == sorted(map(str, steps))
+
+
+@pytest.mark.slow
+def test_a_read_only_folder(tmp_path):
+    """Refused at once, or when it becomes so."""
+    script = textwrap.dedent(SAVE_UNTIL_IT_FAILS)
+    result = in_private_mounts(
+        """
+        mount --bind "$1" "$1"
+        ! "$2" -c "$3" "$1" "mount -o remount,ro,bind $1"
+        "$2" -c "$3" "$1" true
+        """,
+        tmp_path, sys.executable, script,
+    )  # fmt: skip
+    assert result.returncode == 1, result.stderr
+    # Orbax may log the error of TensorStore before.
+    assert [line for line in result.stderr.splitlines() if line.startswith("error: ")] == [
+        f"error: the checkpoint of step 2 could not be written to {tmp_path}/checkpoints: "
+        "Read-only file system; earlier checkpoints are intact",
+        f"error: {tmp_path}/checkpoints cannot be written to: Read-only file system",
+    ]
+    assert restore_params(tmp_path)[0] == 1
