@@ -36,7 +36,7 @@ def serve(
 
     Examples:
       flaxformer-mt serve --run RUN
-      flaxformer-mt serve --run RUN_1 --run RUN_2 --languages en-de --languages en-fr
+      flaxformer-mt serve --run A --run B --languages en-de --languages en-fr
       flaxformer-mt serve --run RUN --cors-origin https://example.org
 
     Args:
