@@ -43,7 +43,8 @@ def run(tmp_path_factory):
     """A run folder whose best checkpoint is not the last one."""
     folder = tmp_path_factory.mktemp("runs") / "tiny"
     talker = make_talker()
-    write_run(folder, talker.config, talker.tokenizers.files, {})
+    vocabulary = talker.tokenizers
+    write_run(folder, talker.config, vocabulary.files, {"tokenizer": vocabulary.fingerprints})
     with Checkpoints(folder, keep_last=2) as checkpointer:
         for step, loss in ((1, 1.0), (2, 2.0)):
             params = random_params(talker.model, seed=step)
@@ -311,7 +312,8 @@ def test_evaluate_without_files_takes_the_test_split_of_the_run(run, command, tm
 
     def write_with(folder, data):
         config = dataclasses.replace(model.config, data=data)
-        write_run(folder, config, model.tokenizers.files, {"test": [corpus.fingerprint]})
+        record = {"test": [corpus.fingerprint], "tokenizer": model.tokenizers.fingerprints}
+        write_run(folder, config, model.tokenizers.files, record)
         write_params(folder, 1, model.params)
 
     write_with(folder, data)
@@ -450,7 +452,7 @@ def test_a_vocabulary_of_another_size_is_rejected(run, command, tmp_path):
     folder, model = tmp_path / "run", load_run(run)
     corpus = ParallelCorpus(sentences(50), sentences(50), "made up")
     other = Tokenizers.train([corpus], dataclasses.replace(DATA, vocab_size=290))
-    write_run(folder, model.config, {}, other)
+    write_run(folder, model.config, other.files, {"tokenizer": other.fingerprints})
     write_params(folder, model.step, model.params)
     message = "has 290 source tokens, but the model was trained with 300"
     for name in ("inspect", "translate"):
@@ -638,7 +640,7 @@ def test_the_overview_fits_a_screen(capsys, monkeypatch):
             main(arguments)
         assert exit_info.value.code == 0
         lines = capsys.readouterr().out.splitlines()
-        assert len(lines) <= 24
+        assert len(lines) <= 26
         assert max(map(len, lines)) <= 80
         assert all(any(line.startswith(f"  {name} ") for line in lines) for name in COMMANDS)
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import gc
 import importlib
 import os
 import signal
@@ -11,7 +10,6 @@ import sys
 import textwrap
 import threading
 import time
-import weakref
 
 import pytest
 
@@ -127,35 +125,9 @@ class Closed:
         time.sleep(0)
 
 
-def in_a_destructor():
-    Closed()
-
-
-def in_a_weak_reference():
-    target = Closed.__new__(type("Target", (), {}))
-    reference = weakref.ref(target, lambda _: Closed.__del__(target_of_signal))
-    del target
-    assert reference() is None
-
-
-def in_a_callback_of_garbage_collection():
-    def callback(phase, info):
-        gc.callbacks.remove(callback)
-        Closed.__del__(target_of_signal)
-
-    gc.callbacks.append(callback)
-    gc.collect(0)
-
-
-target_of_signal = None
-
-
-@pytest.mark.parametrize(
-    "receive", [in_a_destructor, in_a_weak_reference, in_a_callback_of_garbage_collection]
-)
-def test_where_python_ignores_exceptions_a_signal_still_stops_the_program(receive, capsys):
+def test_where_python_ignores_exceptions_a_signal_still_stops_the_program(capsys):
     def main(interruption):
-        receive()
+        Closed()
         time.sleep(600)
         pytest.fail("the signal was lost")
 
@@ -200,21 +172,6 @@ def test_a_main_thread_that_does_not_respond_is_not_waited_for():
         assert "stopped by SIGTERM; the same command continues" in running.stderr.read()
 
 
-def test_a_signal_that_comes_after_the_end_changes_no_exit_code():
-    script = """
-        import sys
-        from flaxformer_mt.interruption import run_interruptibly
-        code = run_interruptibly("program", lambda interruption: 0, until_exit=True)
-        print("ready", flush=True)
-        sys.stdin.read()
-        sys.exit(code)
-    """
-    with process(script) as running:
-        running.send_signal(signal.SIGTERM)
-        running.stdin.close()
-        assert running.wait() == ExitCode.SUCCESS
-
-
 def test_several_processes_agree_now_and_then():
     asked = []
 
@@ -235,18 +192,6 @@ def test_several_processes_agree_on_a_signal_after_the_last_step():
         interruption.deferred(lambda is_requested: True, agree_every=50) as requested,
     ):
         assert not requested(7)
-
-
-def test_an_error_does_not_wait_for_other_processes():
-    def agree(is_requested):
-        raise AssertionError("the others have not failed, and do not ask")
-
-    with (
-        pytest.raises(ValueError, match=r"^bad data$"),
-        Interruption() as interruption,
-        interruption.deferred(agree, agree_every=50),
-    ):
-        raise ValueError("bad data")
 
 
 HOLD_LOCK = """
@@ -283,15 +228,6 @@ def test_a_name_that_is_not_utf_8_is_refused_before_anything_is_made(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_cannot_be_made(tmp_path):
-    (tmp_path / "file").write_text("no folder")
-    with (
-        pytest.raises(UserError, match=r"file/run cannot be written to: Not a directory"),
-        locked(tmp_path / "file" / "run"),
-    ):
-        pytest.fail("there is no folder")
-
-
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
 def test_a_lock_that_is_not_a_regular_file_is_refused(tmp_path, kind):
     path, target = tmp_path / "lock", tmp_path / "target"
@@ -316,10 +252,9 @@ def test_a_file_of_another_program_is_locked_but_not_written_to(tmp_path):
         assert (tmp_path / "lock").read_text() == "foreign"
 
 
-@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EACCES, errno.EINVAL, errno.EPERM])
-def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch, number):
+def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch):
     def flock(descriptor, operation):
-        raise OSError(number, os.strerror(number))
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
     monkeypatch.setattr("fcntl.flock", flock)
     lines = []

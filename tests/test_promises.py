@@ -15,7 +15,6 @@ import numpy as np
 import optax
 import pytest
 import sacrebleu
-from flaxformer_mt.parity.recipes import recipe
 from generate_pairs import differences, random_pair
 from hypothesis import given, settings
 from slow_search import enumerate_hypotheses
@@ -46,7 +45,8 @@ from flaxformer_mt.data.stream.packing import Sentences, TokenPairs
 from flaxformer_mt.decoding.search.options import SearchOptions
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.convert import OWN, convert
-from flaxformer_mt.parity.trace import sites
+from flaxformer_mt.parity.families.recipes import recipe
+from flaxformer_mt.parity.trace.sites import sites
 from flaxformer_mt.runs.layout import CHECKPOINTS, TOKENIZER
 from flaxformer_mt.trained_model import load_run
 

@@ -1,10 +1,8 @@
 """`flaxformer-mt serve`: what it answers, what it refuses, and under load."""
 
-import collections
 import concurrent.futures
 import contextlib
 import http.client as client_library
-import itertools
 import json
 import re
 import shlex
@@ -218,18 +216,15 @@ def forms(value):
 
 REFUSED = {
     "no JSON": (400, "/translate", b'{"q": ', "the body is not valid JSON: "),
-    "an empty body": (400, "/translate", b"", "the body is not valid JSON: "),
     "no UTF-8": (400, "/translate", b'{"q": "\xff"}', "the body is not valid JSON: 'utf-8'"),
     "deep JSON": (400, "/translate", b"[" * 9999, "the body is not valid JSON: "),
     "a long number": (400, "/translate", b'{"q": ' + b"1" * 9000, "the body is not valid JSON: "),
     "a list": (400, "/translate", b"[]", "must be a JSON object, not a list"),
-    "null": (400, "/translate", b"null", "must be a JSON object, not null"),
     "no text": (400, "/translate", PAIR, "q must be a string or a list of strings"),
     "no texts": (400, "/translate", {**PAIR, "q": []}, "q must be a string or a list of strings"),
     "numbers": (400, "/translate", {**PAIR, "q": ["a", 1]}, "q must be a string or a list of"),
     "a surrogate": (400, "/translate", {**PAIR, "q": "\ud800"}, "not valid Unicode"),
     "no target": (400, "/translate", {"q": "a", "source": "en"}, "target must be a string, and is"),
-    "a number": (400, "/translate", {**PAIR, "q": "a", "source": 1}, "must be a string, not a num"),
     "languages": (
         400,
         "/translate",
@@ -242,12 +237,6 @@ REFUSED = {
         "/translate",
         {**PAIR, "q": "a", "alternatives": 10**9},
         "alternatives must be from 0 to 3",
-    ),
-    "a boolean": (
-        400,
-        "/translate",
-        {**PAIR, "q": "a", "alternatives": True},
-        "alternatives must be an integer, not a boolean",
     ),
     "a large body": (413, "/translate", b" " * 10_001, "more than 10,000 bytes (--max-body)"),
     "a long text": (413, "/translate", {**PAIR, "q": "a" * 5001}, "may have 5,000 (--max-char"),
@@ -505,9 +494,6 @@ def test_it_says_why_it_does_not_start(trained_run, capsys, options, message):
     assert message in capsys.readouterr().err
 
 
-REQUESTS, CLIENTS, MALFORMED_EVERY = 1000, 16, 20
-
-
 @contextlib.contextmanager
 def program(run, *options):
     """Starts the command; yields its process and a client."""
@@ -572,59 +558,31 @@ MALFORMED += [REFUSED[name] for name in ("a long text", "no route", "no model", 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
-def test_it_stands_a_load_of_good_and_malformed_requests(trained_run, tmp_path):
-    phrases = load_corpus(DataConfig(corpus="phrases", generated_pairs=400), "train").sources
-    texts = [*phrases[:300], "", f"{phrases[0]}\n\n{phrases[1]}", " ".join(phrases[:20])]
-    lines = [line for text in texts for line in text.split("\n")]
-    (tmp_path / "in").write_text("".join(f"{line}\n" for line in lines))
-    paths = ["--input", str(tmp_path / "in"), "--output", str(tmp_path / "out")]
-    assert main(["translate", "--run", str(trained_run), *paths]) == 0
-    translated = iter((tmp_path / "out").read_text().split("\n"))
-    expected = {
-        text: "\n".join(itertools.islice(translated, text.count("\n") + 1)) for text in texts
-    }
+def test_it_stands_a_load_of_good_and_malformed_requests(trained_run, translator):
+    texts = load_corpus(DataConfig(corpus="phrases", generated_pairs=400), "train").sources[:300]
+    expected = dict(zip(texts, translator.translate(texts), strict=True))
 
     def ask(number):
-        """Returns the kind of a request, what it should be answered, what it is, and its time."""
-        started = time.monotonic()
+        """Returns what a request should be answered, and what it is."""
+        if number % 20 == 0:
+            status, path, body, _ = MALFORMED[number // 20 % len(MALFORMED)]
+            return status, client.post(path, body)[0]
         text = texts[number % len(texts)]
-        if number == 500:
-            kind, wanted = "50 MB", (413, None)
-            status, answer = client.post("/translate", b" " * 50_000_000)
-            found = status, None
-        elif number % MALFORMED_EVERY == 0:
-            status, path, body, _ = MALFORMED[number // MALFORMED_EVERY % len(MALFORMED)]
-            kind, wanted = "malformed", (status, None)
-            found = client.post(path, body)[0], None
-        elif number % 2:
-            kind, wanted = "/translate", (200, expected[text])
-            status, answer = client.post("/translate", {"q": text, **PAIR})
-            found = status, answer.get("translatedText")
-        else:
-            kind, wanted = "/v1", (200, expected[text])
-            messages = [{"role": "user", "content": text}]
-            asked = {"model": trained_run.name, "messages": messages}
-            status, answer = client.post("/v1/chat/completions", asked)
-            found = status, answer["choices"][0]["message"]["content"]
-        return kind, wanted, found, time.monotonic() - started
+        if number % 2:
+            answer = client.post("/translate", {"q": text, **PAIR})
+            return (200, {"translatedText": expected[text]}), answer
+        asked = {"model": trained_run.name, "messages": [{"role": "user", "content": text}]}
+        status, answer = client.post("/v1/chat/completions", asked)
+        return (200, expected[text]), (status, answer["choices"][0]["message"]["content"])
 
     with program(trained_run) as (process, client):
         client.post("/translate", {"q": "a", **PAIR})
         before = peak_memory(process)
         assert client.post("/translate", b" " * 50_000_000)[0] == 413
         assert peak_memory(process) - before < 20_000_000
-        started = time.monotonic()
-        with concurrent.futures.ThreadPoolExecutor(CLIENTS) as pool:
-            answers = list(pool.map(ask, range(REQUESTS)))
-        seconds = time.monotonic() - started
-        assert process.poll() is None
+        with concurrent.futures.ThreadPoolExecutor(16) as pool:
+            answers = list(pool.map(ask, range(1000)))
         assert client.get("/health") == (200, {"status": "ok"})
         process.send_signal(signal.SIGINT)
         assert process.wait(600) == 0
-    assert [each for each in answers if each[1] != each[2]] == []
-    kinds = collections.Counter(kind for kind, *_ in answers)
-    assert kinds["malformed"] + kinds["50 MB"] == REQUESTS // MALFORMED_EVERY
-    assert kinds["50 MB"] == 1
-    times = sorted(taken for *_, taken in answers)
-    shares = {percent: round(times[percent * REQUESTS // 100], 2) for percent in (50, 95, 99)}
-    print(f"{REQUESTS / seconds:.1f} requests per second; percentiles in seconds: {shares}")
+    assert [each for each in answers if each[0] != each[1]] == []

@@ -95,7 +95,7 @@ def publish(
     run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")],
     url: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="URL")],
 ) -> None:
-    """Publishes a run to an object store: adds what is new, removes what is gone.
+    """Publishes a run to an object store, and removes what is gone.
 
     The URL has to be empty, or hold this run, as after train --publish.
 

@@ -31,12 +31,12 @@ def serve(
 
     Answers the requests of LibreTranslate and, under /v1, of OpenAI. Requests that wait at the same
     time are translated together. SIGTERM or Ctrl-C ends the server when it has answered the
-    requests that are in work; a second Ctrl-C ends it at once. There is no encryption and no
-    password: put a reverse proxy before it if others can reach it. See docs/serving.md.
+    requests that are in work; a second Ctrl-C ends it at once. There is no encryption and
+    no password: put a reverse proxy before it if others can reach it. See docs/serving.md.
 
     Examples:
       flaxformer-mt serve --run RUN
-      flaxformer-mt serve --run RUN_1 --run RUN_2 --languages en-de --languages en-fr
+      flaxformer-mt serve --run A --run B --languages en-de --languages en-fr
       flaxformer-mt serve --run RUN --cors-origin https://example.org
 
     Args:

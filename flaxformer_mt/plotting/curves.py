@@ -259,6 +259,8 @@ def plot_curves(
         raise UserError("there are no curves to plot: name at least one run folder")
     if axis not in get_args(Axis):
         raise UserError(f"x={axis!r}: choose {', '.join(get_args(Axis))}")
+    if not isinstance(smoothing, int | float):
+        raise TypeError(f"smoothing must be a number, not {type(smoothing).__name__}")
     if not 0 <= smoothing < 1:
         raise UserError(f"smoothing={smoothing:g}: give a number from 0 to below 1")
     histories = [read_history(folder) for folder in folders]

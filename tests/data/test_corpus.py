@@ -277,18 +277,16 @@ def test_generated_splits_are_distinct_disjoint_and_reproducible(kind):
 def test_a_sample_is_of_all_parts():
     lines = [str(number) for number in range(10)]
     corpus = ParallelCorpus(lines, lines, "both", parts=(("a", 2), ("b", 0), ("c", 8)))
-    assert corpus.sample(5, "first") == [0, 2, 3, 4, 5]
-    assert dataclasses.replace(corpus, parts=()).sample(3, "first") == [0, 1, 2]
-    for choice in ("first", "random"):
-        assert corpus.sample(100, choice) == [*range(10)]
-        assert ParallelCorpus([], [], "none").sample(3, choice) == []
+    assert [index < 2 for index in corpus.sample(5)] == [True, False, False, False, False]
+    assert corpus.sample(100) == [*range(10)]
+    assert ParallelCorpus([], [], "none").sample(3) == []
 
 
 def test_a_random_sample_is_the_same_each_time_and_of_all_the_text():
     lines = [str(number) for number in range(1000)]
     corpus = ParallelCorpus(lines, lines, "both", parts=(("a", 400), ("b", 600)))
-    chosen = corpus.sample(100, "random")
-    assert chosen == corpus.sample(100, "random") == sorted(set(chosen))
+    chosen = corpus.sample(100)
+    assert chosen == corpus.sample(100) == sorted(set(chosen))
     assert [sum(index < 400 for index in chosen), len(chosen)] == [40, 100]
     assert max(chosen[:40]) > 300
     assert max(chosen) > 900

@@ -8,7 +8,6 @@ from talker import make_talker
 import flaxformer_mt as fmt
 from flaxformer_mt import evaluation
 from flaxformer_mt.config import DataConfig
-from flaxformer_mt.config.serialization import from_dict
 from flaxformer_mt.data.corpora.corpus import ParallelCorpus
 from flaxformer_mt.data.corpora.filters import PairFilter
 from flaxformer_mt.data.corpora.text_files import stream_lines
@@ -56,11 +55,6 @@ def test_compatibility_forms_and_no_normalization():
         assert vocabulary.decode(vocabulary.encode([text])) == [expected]
     decomposed = "fu\u0308r"
     assert vocabulary.decode(vocabulary.encode([decomposed])) == [decomposed]
-
-
-def test_files_of_earlier_versions_do_not_normalize():
-    assert from_dict({"vocab_size": 100}, DataConfig, "data.").normalization == "none"
-    assert DataConfig().normalization == "nfc"
 
 
 @pytest.mark.parametrize("blank", ["\u200b", "\ufeff", "\0", " \u200b\u00a0\u2060\xad "])

@@ -80,7 +80,7 @@ def parse(name, *arguments):
     elif arguments[0] == "prepare" and preparation.names_run(arguments):
         check_training(arguments[1:], preparation.parse)
     elif arguments != ("--version",):
-        command, *options = arguments
+        command, *options = (word.replace("s3://bucket/", "") for word in arguments)
         called = []
 
         @functools.wraps(COMMANDS[command])

@@ -40,16 +40,6 @@ def test_an_option_of_a_table_exists_and_takes_its_value(name, value):
         check_value(literal, hint, bounds_of(fields[field_name]), name)
 
 
-@pytest.mark.parametrize("toolkit", TOOLKITS)
-def test_every_option_of_a_toolkit_has_a_counterpart_or_none(toolkit):
-    found = [row for rows in tables(section(toolkit)) for row in rows]
-    assert len(found) > 30
-    for theirs, ours, *_ in found:
-        has_counterpart = FIELD.search(ours) or re.search(r"`(--workdir|RUN/[^`]+)`", ours)
-        is_file = "Python file" in ours or "in the checkpoint" in ours or "the group" in ours
-        assert has_counterpart or is_file or ours.startswith("None"), theirs
-
-
 def test_names_like_fields_are_fields():
     """A group that is misspelled, such as `optim.learning_rate`, would not be checked."""
     names = re.findall(r"`([a-zA-Z]+)\.[a-z_]+(?:=[^`]*)?`", "\n".join(OURS_BY_ROW))

@@ -31,6 +31,6 @@ def texts():
 @pytest.mark.parametrize("message", [each for each in MESSAGES if not each.startswith("--")])
 def test_a_message_is_in_the_program(message):
     body = re.sub(r"^[\w.-]+: (error: )?", "", message)
-    parts = {each.strip() for each in texts() if len(each.strip()) >= LEAST and each in body}
+    parts = {each.strip() for each in texts() if len(each.strip()) >= LEAST and each in message}
     labels = {each for each in texts() if body.startswith(f"{each} ") and len(each) > 4}
     assert parts or labels, message

@@ -13,7 +13,7 @@ import subprocess
 import sys
 
 import pytest
-from fuzz import kills
+from commands import COMMANDS, OUTPUT, arguments, result
 from fuzz.core import listing
 
 from flaxformer_mt.runs import atomic
@@ -82,22 +82,22 @@ def test_a_write_is_whole_or_absent_whichever_call_fails(library, tmp_path, erro
 @pytest.mark.slow
 @pytest.mark.timeout(3600)  # Each call costs two starts of a command.
 @pytest.mark.parametrize("error", [0, errno.EIO, errno.ENOSPC])
-@pytest.mark.parametrize("command", sorted(set(kills.COMMANDS)))
+@pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_can_be_given_again_whichever_call_fails(
     commands, world, tmp_path, command, error
 ):
     folder = tmp_path / "all"
-    arguments = kills.arguments(command, world, folder / kills.OUTPUT)
+    given = arguments(command, world, folder / OUTPUT)
     folder.mkdir()
-    code, said, calls = commands.run(arguments, folder)
+    code, said, calls = commands.run(given, folder)
     assert code == 0, said
-    expected = kills.result(command, folder)
+    expected = result(command, folder)
     counts = collections.Counter()
     # FAULT_STRIDE=10 tries every tenth call.
     for number in range(0, len(calls), int(os.environ.get("FAULT_STRIDE", "1"))):
         shutil.rmtree(folder)
         folder.mkdir()
-        code, said, _ = commands.run(arguments, folder, FAULT_AT=number, FAULT_ERROR=error)
+        code, said, _ = commands.run(given, folder, FAULT_AT=number, FAULT_ERROR=error)
         where = (number, calls[number], code, said)
         # Orbax logs errors of the device before the line of the command.
         assert code == 1 or "Traceback" not in said, where
@@ -107,10 +107,10 @@ def test_a_command_can_be_given_again_whichever_call_fails(
         else:
             assert not error or "error: " in said.splitlines()[-1], where
             counts["killed" if error == 0 else "refused"] += 1
-            again, said, _ = commands.run(arguments, folder)
+            again, said, _ = commands.run(given, folder)
             # The call was after the output had its name.
             is_there = "error: " in said and "exists" in said
             assert again == 0 or is_there, (*where, said)
-        assert kills.result(command, folder) == expected, where
-        assert {name for name in listing(folder) if not name.startswith(kills.OUTPUT)} == set()
+        assert result(command, folder) == expected, where
+        assert {name for name in listing(folder) if not name.startswith(OUTPUT)} == set()
     print(f"{command}, {os.strerror(error) if error else 'kill'}: {len(calls)} calls, {counts}")

@@ -5,8 +5,8 @@ import random
 import shutil
 
 import pytest
+from commands import COMMANDS, OUTPUT, arguments, result
 from disk import Disk, losses, read, write
-from fuzz import kills
 from fuzz.core import listing
 
 THREE_SAVES = "--train.num-steps=6"
@@ -14,17 +14,17 @@ THREE_SAVES = "--train.num-steps=6"
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)  # Each state costs a start of a command.
-@pytest.mark.parametrize("command", sorted(set(kills.COMMANDS)))
+@pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_can_be_given_again_after_a_loss_of_power(commands, world, tmp_path, command):
     folder = tmp_path / "all"
-    arguments = kills.arguments(command, world, folder / kills.OUTPUT)
+    given = arguments(command, world, folder / OUTPUT)
     if command == "train":
-        arguments += (THREE_SAVES,)
+        given += (THREE_SAVES,)
     folder.mkdir()
     start, log = Disk(folder), tmp_path / "log"
-    code, said, _ = commands.run(arguments, folder, FAULT_LOG=log)
+    code, said, _ = commands.run(given, folder, FAULT_LOG=log)
     assert code == 0, said
-    expected, files = kills.result(command, folder), read(folder)
+    expected, files = result(command, folder), read(folder)
     states = list(losses(start, log))
     *_, last = after = list(start.states())
     assert last == files, "the record is not complete"
@@ -36,15 +36,15 @@ def test_a_command_can_be_given_again_after_a_loss_of_power(commands, world, tmp
     number = min(int(os.environ.get("FAULT_STATES", len(states))), len(states))
     for state in random.Random(0).sample(states, number):
         described(state, folder, command)
-        code, said, _ = commands.run(arguments, folder)
+        code, said, _ = commands.run(given, folder)
         assert "Traceback" not in said, (listing(folder), said)
         assert code == 0 or ("error: " in said and "exists" in said), (listing(folder), said)
-        found = kills.result(command, folder)
+        found = result(command, folder)
         if command == "train":  # That an old checkpoint was deleted may be lost as well.
             kept = {step: found["checkpoints"].get(step) for step in expected["checkpoints"]}
             found |= {"checkpoints": kept}
         assert found == expected, listing(folder)
-        assert {name for name in listing(folder) if not name.startswith(kills.OUTPUT)} == set()
+        assert {name for name in listing(folder) if not name.startswith(OUTPUT)} == set()
     print(f"{command}: {len(states)} states, {number} tried")
 
 
@@ -53,4 +53,4 @@ def described(state, folder, command):
     shutil.rmtree(folder)
     folder.mkdir()
     write(folder, state)
-    return kills.result(command, folder)
+    return result(command, folder)

@@ -2,14 +2,13 @@
 
 `core` runs a command in this process and judges its outcome; `world` makes the intact files that
 cases start from; `mutations` damages bytes and JSON. Each other module generates the cases of one
-kind, a function of (kind, seed): `command_lines`, `configurations`, `corpora`, `checkpoints`,
-`containers`, `data_sets`, `foreign_folders`, `damage`, `kills`. What a case found
-before is in `literal_cases`.
+kind, a function of (kind, seed): `command_lines`, `corpora`, `checkpoints`, `data_sets`,
+`foreign_folders`, `damage`. What a case found before is in `literal_cases`.
 
 What counts as accepted nonsense, which is exit code 0 although
 
-- a number of an option or a configuration is none, is not finite or is out of its declared bounds,
-  or a field is unknown (`command_lines.nonsense`, `configurations.field_problem`);
+- a number of an option is none, is not finite or is out of its declared bounds
+  (`command_lines.nonsense`);
 - an option has no effect beside the others (`command_lines.nonsense`);
 - there are not as many lines of output as sentences, or the text is not UTF-8, not parallel, empty
   or all blank, or no regular file (`corpora`);
@@ -19,6 +18,5 @@ What counts as accepted nonsense, which is exit code 0 although
 - a converted file has other values than the intact one's although its format has checksums, values
   that are not finite, or tensors, sizes or ids that contradict each other
   (`checkpoints.difference`, `foreign_folders.usable`);
-- a run that a folder was converted to cannot be translated with (`foreign_folders.usable`);
-- the result after a kill is not that of an undisturbed command, or something is left (`kills`).
+- a run that a folder was converted to cannot be translated with (`foreign_folders.usable`).
 """

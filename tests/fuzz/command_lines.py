@@ -52,7 +52,9 @@ SAMPLING = {"temperature": 1.0, "top-k": 0, "top-p": 1.0, "min-p": 0.0, "epsilon
 def make(rng: random.Random, world: World, folder: Path) -> Case:
     """Returns a case, whose files are in `folder`."""
     name = rng.choice(["train", "train", *OPTIONS])
-    arguments = base_arguments(name, world, folder)
+    arguments = [*world.command(name, folder / "output")[1:]]
+    if name == "translate":
+        arguments.pop()  # It reads standard input.
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         mutate(rng, name, arguments, world, folder)
     arguments += LAST.get(name, ())
@@ -62,38 +64,6 @@ def make(rng: random.Random, world: World, folder: Path) -> Case:
     # An argument of a process holds no zero byte.
     given = tuple(argument.replace("\0", "") for argument in command)
     return Case("command line", given, b"two\nten\n", lambda outcome: nonsense(given, outcome))
-
-
-def base_arguments(name: str, world: World, folder: Path) -> list[str]:
-    """Returns arguments with which the command succeeds."""
-    run, lines, output = f"--run={world.run}", world.lines, f"--output={folder / 'output'}"
-    match name:
-        case "translate":
-            return [run]
-        case "score":
-            return [run, f"--source={lines}", f"--target={lines}"]
-        case "evaluate":
-            return [run, f"--source={lines}", f"--reference={lines}"]
-        case "plot":
-            return [run, f"--output={folder / 'curves.svg'}"]
-        case "attention":
-            return [run, "--source=two", f"--output={folder / 'attention.svg'}"]
-        case "inspect":
-            return [run]
-        case "average":
-            return [run, "--last=2", output]
-        case "lexicon":
-            return [run, f"--source={lines}", f"--target={lines}", output]
-        case "prepare":
-            languages = ["--source-language=en", "--target-language=de"]
-            return [f"--path={world.text}", output, *languages]
-        case "convert":
-            file = world.checkpoints["marian safetensors"]
-            return ["--from=marian", str(file), str(folder / "output.safetensors")]
-        case "parity":
-            return ["--family=torch"]
-        case _:
-            return list(world.training(folder / "output"))
 
 
 def mutate(rng: random.Random, name: str, arguments: list[str], world: World, folder: Path) -> None:
@@ -173,9 +143,6 @@ def nonsense(command: tuple[str, ...], outcome: Outcome) -> str:
     if name == "translate" and not names & {"output", "input", "format", "n-best", "input-format"}:
         lines = outcome.out.count("\n")
         return "" if lines == 2 else f"{lines} lines for 2 sentences"
-    if name == "score" and not names & {"summary", "source", "target"}:
-        lines = outcome.out.count("\n")
-        return "" if lines == 2 else f"{lines} lines for 2 pairs"
     return ""
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fuzz.core import Case, Outcome
 from fuzz.mutations import DEEP, damage_bytes
-from fuzz.world import SIZES, World
+from fuzz.world import World
 
 PIECES = (
     b"two", b"ten", b"", b" ", b"\t", b"\0", b"\r", b"\x0b", b"\x0c", b"\x1b[2J", b"\x7f", b"\x85",
@@ -33,12 +33,10 @@ JSON_LINES = (
 )  # fmt: skip
 SPECIAL = ("missing", "folder", "fifo", "empty", "newline", "null device", "broken link")
 
-Writer = Callable[[random.Random, Path], str]
-
 
 def make(rng: random.Random, world: World, folder: Path) -> Case:
     """Returns a case, whose files are in `folder`."""
-    makers = (lines_in, lines_in, lines_in, pairs, pairs, pairs, corpus, json_lines, prepared)
+    makers = (lines_in, lines_in, pairs, pairs, json_lines)
     return rng.choice(makers)(rng, world, folder)
 
 
@@ -190,83 +188,3 @@ def json_lines(rng: random.Random, world: World, folder: Path) -> Case:
         check=expected_lines(count),
         names=("standard input",),
     )
-
-
-def damaged_text(rng: random.Random, world: World, folder: Path) -> tuple[Path, str, int | None]:
-    """Writes parallel text of which one file is unusual.
-
-    Returns:
-      The folder, what was done, and the number of pairs if it can be read.
-    """
-    path = folder / "text"
-    path.mkdir()
-    for file in world.text.iterdir():
-        (path / file.name).write_bytes(file.read_bytes())
-    split, language = rng.choice(list(SIZES)), rng.choice(("en", "de"))
-    victim = path / f"{split}.{language}"
-    content = victim.read_bytes()
-    lines = content.splitlines(keepends=True)
-    count: int | None = SIZES[split]
-    place = rng.randrange(len(lines) + 1)
-    match rng.choice(("special", "insert", "insert", "remove", "cut", "blank", "bytes", "crlf")):
-        case "special":
-            done = rng.choice(SPECIAL)
-            victim.unlink()
-            write_special(done, victim)
-            return path, f"{done}: {victim.name}", None
-        case "insert":
-            piece = rng.choice(PIECES)
-            lines.insert(place, piece + b"\n")
-            done, count = f"insert {piece[:40]!r} at line {place + 1}", None
-        case "remove":
-            done, count = f"remove line {place}", None if lines else count
-            lines.pop(place - 1)
-        case "cut":
-            done, count = f"cut after line {place}", None
-            lines = lines[:place]
-        case "blank":
-            done = "all lines blank"
-            count, lines = None, [b"\n"] * len(lines)
-        case "crlf":
-            done, lines = "line ends of Windows", [line[:-1] + b"\r\n" for line in lines]
-        case _:
-            damaged, done = damage_bytes(rng, content, b"\x1f\x8b")
-            usable = line_count(damaged)
-            count = count if usable == len(lines) else None
-            lines = [damaged]
-            count = usable if count is not None else None
-    victim.write_bytes(b"".join(lines))
-    if victim.read_bytes() == content:
-        count = SIZES[split]
-    return path, f"{done} in {victim.name}", count
-
-
-def corpus(rng: random.Random, world: World, folder: Path) -> Case:
-    """Parallel text to train on."""
-    path, done, count = damaged_text(rng, world, folder)
-    options = world.training(folder / "output", path)
-
-    def check(outcome: Outcome) -> str:
-        if count is None:
-            return "accepted text that is not parallel, empty or not UTF-8"
-        found = re.search(r"([\d,]+) of ([\d,]+) pairs kept|: ([\d,]+) pairs;", outcome.out)
-        return "" if found else "no count of the pairs"
-
-    names = (str(path), "data.", "train", "valid", "test")
-    return Case(done, ("train", *options, "--dry-run"), check=check, names=names)
-
-
-def prepared(rng: random.Random, world: World, folder: Path) -> Case:
-    """Parallel text to make a data set of."""
-    path, done, count = damaged_text(rng, world, folder)
-    options = ("--source-language", "en", "--target-language", "de")
-    output = str(folder / "output")
-
-    def check(outcome: Outcome) -> str:
-        if count is None:
-            return "accepted text that is not parallel, empty or not UTF-8"
-        sizes = ", ".join(outcome.out.splitlines()[0].split(", "))
-        return "" if "pairs" in sizes else f"no count of the pairs: {sizes}"
-
-    arguments = ("prepare", "--path", str(path), "--output", output, *options)
-    return Case(done, arguments, check=check, names=(str(path),))

@@ -13,7 +13,7 @@ from typing import Any
 from flaxformer_mt.config.experiment import groups
 from flaxformer_mt.config.fields import FieldRole, names_with
 from fuzz.core import Case, Outcome, run_command
-from fuzz.mutations import damage_bytes, damage_entry, replace_file
+from fuzz.mutations import damage_file
 from fuzz.world import World
 
 EDITABLE = frozenset(
@@ -34,10 +34,13 @@ def make(rng: random.Random, world: World, folder: Path) -> Case:
     """Returns a case, whose files are in `folder`."""
     run = world.copy_run(folder)
     name = rng.choice(files_by_group(rng, run))
-    done = damage_file(rng, run / name, folder / "outside", world)
+    others = sorted(file for file in world.run.rglob("*") if file.is_file())
+    twin = world.other / name.rpartition("/")[2]
+    other = twin if twin.is_file() and rng.random() < 0.5 else rng.choice(others)
+    done = damage_file(rng, run / name, folder / "outside", other)
     command = rng.choices(COMMANDS, WEIGHTS)[0]
     return Case(
-        f"{done} in {name} of a run",
+        f"{done} of a run: {name}",
         arguments(command, world, run, folder),
         check=lambda outcome: difference(command, name, world, run, folder, outcome),
         names=mentions(name),
@@ -57,38 +60,11 @@ def files_by_group(rng: random.Random, run: Path) -> list[str]:
     return groups[rng.choice(sorted(groups))]
 
 
-def damage_file(rng: random.Random, path: Path, outside: Path, world: World) -> str:
-    """Damages a file, and returns what was done."""
-    if rng.random() < 0.25:
-        return damage_entry(rng, path, outside)
-    others = sorted(file for file in world.run.rglob("*") if file.is_file())
-    twin = world.other / path.name
-    other = twin if twin.is_file() and rng.random() < 0.5 else rng.choice(others)
-    content, done = damage_bytes(rng, path.read_bytes(), other.read_bytes())
-    replace_file(path, content)
-    return done if "another" not in done else f"replace by {other.name}"
-
-
 def arguments(command: str, world: World, run: Path, folder: Path) -> tuple[str, ...]:
     """Returns a command line that reads a run, and writes into a folder."""
-    lines, output = str(world.lines), str(folder / "output")
-    match command:
-        case "translate":
-            return "translate", "--run", str(run), "--input", lines
-        case "score":
-            return "score", "--run", str(run), "--source", lines, "--target", lines
-        case "evaluate":
-            return "evaluate", "--run", str(run), "--source", lines, "--reference", lines
-        case "inspect":
-            return "inspect", "--run", str(run), "--json"
-        case "average":
-            return "average", "--run", str(run), "--last", "2", "--output", output
-        case "convert":
-            target = f"{output}.safetensors"
-            given = ("--from", "flaxformer_mt", "--to", "marian")
-            return "convert", *given, str(run), target
-        case _:
-            return "train", *world.training(run)
+    if command == "continue":
+        return "train", *world.training(run)
+    return world.command(command, folder / "output", run)
 
 
 def result(command: str, run: Path, folder: Path, outcome: Outcome) -> Any:
@@ -148,15 +124,17 @@ def difference(
 def changed_fields(intact: Path, damaged: Path) -> set[str]:
     """Returns the names of the fields in which two configurations differ."""
     try:
-        ours, theirs = (json.loads(path.read_text()) for path in (intact, damaged))
-    except (OSError, ValueError):
+        ours, theirs = (
+            {
+                (f"{group}.{name}", str(value))
+                for group, fields in json.loads(path.read_text()).items()
+                for name, value in fields.items()
+            }
+            for path in (intact, damaged)
+        )
+    except (OSError, ValueError, AttributeError):
         return {"all of them"}
-    return {
-        f"{group}.{name}"
-        for group in ours.keys() | theirs.keys()
-        for name in ours.get(group, {}).keys() | theirs.get(group, {}).keys()
-        if ours.get(group, {}).get(name) != theirs.get(group, {}).get(name)
-    }
+    return {name for name, _ in ours ^ theirs}
 
 
 def mentions(name: str) -> tuple[str, ...]:

@@ -45,7 +45,9 @@ def damage_bytes(rng: random.Random, content: bytes, other: bytes = b"") -> tupl
     place = rng.randrange(len(content))
     if way == "flip":
         bit = rng.randrange(8)
-        return flipped(content, place, bit), f"flip bit {bit} of byte {place}"
+        damaged = bytearray(content)
+        damaged[place] ^= 1 << bit
+        return bytes(damaged), f"flip bit {bit} of byte {place}"
     if way == "truncate":
         return content[:place], f"truncate to {place} bytes"
     if way == "zero":
@@ -56,10 +58,27 @@ def damage_bytes(rng: random.Random, content: bytes, other: bytes = b"") -> tupl
     return (other, "replace by another file") if way == "other" else (b"", "empty")
 
 
-def flipped(content: bytes, place: int, bit: int) -> bytes:
-    damaged = bytearray(content)
-    damaged[place] ^= 1 << bit
-    return bytes(damaged)
+def damage_file(rng: random.Random, path: Path, outside: Path, other: Path) -> str:
+    """Damages a file, if it is JSON mostly in its values.
+
+    Args:
+      rng: makes the choices.
+      path: the file.
+      outside: a folder outside of the folder that is damaged.
+      other: a file that may take its place.
+
+    Returns:
+      What was done.
+    """
+    if path.suffix == ".json" and rng.random() < 0.6:
+        text, done = mutate_json(rng, json.loads(path.read_text()))
+        replace_file(path, text.encode(errors="surrogatepass"))
+        return f"{done} in {path.name}"
+    if rng.random() < 0.25:
+        return f"{damage_entry(rng, path, outside)}: {path.name}"
+    content, done = damage_bytes(rng, path.read_bytes(), other.read_bytes())
+    replace_file(path, content)
+    return f"{done} ({other.name}) in {path.name}"
 
 
 def damage_entry(rng: random.Random, path: Path, outside: Path) -> str:
@@ -101,32 +120,30 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from leaves(item, (*path, key))
 
 
-def mutate_json(rng: random.Random, value: Any) -> tuple[str, str, tuple[Any, ...], Any]:
-    """Returns mutated JSON text, what was done, where, and the new value if there is one."""
+def mutate_json(rng: random.Random, value: Any) -> tuple[str, str]:
+    """Returns mutated JSON text, and what was done."""
     value = json.loads(json.dumps(value))
-    paths = list(leaves(value))
-    where = rng.choice(paths)
+    where = rng.choice(list(leaves(value)))
     parent = value
     for key in where[:-1]:
         parent = parent[key]
-    new: Any = None
     match rng.choice(("replace",) * 7 + ("delete", "rename", "add", "duplicate")):
         case "replace":
-            new = parent[where[-1]] = rng.choice(JSON_VALUES)
-            done = f"{where} = {new!r}"
+            parent[where[-1]] = rng.choice(JSON_VALUES)
+            done = f"{where} = {parent[where[-1]]!r}"
         case "delete":
             del parent[where[-1]]
             done = f"delete {where}"
         case "duplicate" if isinstance(parent, dict):
             key = f"{json.dumps(where[-1])}:"
-            return json_text(value).replace(key, f"{key} 0, {key}", 1), f"two {where}", where, None
+            return json_text(value).replace(key, f"{key} 0, {key}", 1), f"two {where}"
         case "rename" if isinstance(parent, dict):
             parent[f"{where[-1]}x"] = parent.pop(where[-1])
             done = f"rename {where}"
         case _:
-            value["unknown"] = new = rng.choice(JSON_VALUES)
-            where, done = ("unknown",), f"unknown = {new!r}"
-    return json_text(value), done, where, new
+            value["unknown"] = rng.choice(JSON_VALUES)
+            done = f"unknown = {value['unknown']!r}"
+    return json_text(value), done
 
 
 def json_text(value: Any) -> str:
@@ -135,12 +152,6 @@ def json_text(value: Any) -> str:
     for name, raw in RAW.items():
         text = text.replace(f'"@{name}@"', raw)
     return text
-
-
-def python_value(value: Any) -> Any:
-    """Returns the value that a reader of the JSON text gets, for those of `RAW` that have one."""
-    special = {"@nan@": float("nan"), "@inf@": float("inf"), "@minus@": -float("inf")}
-    return special.get(value, value) if isinstance(value, str) else value
 
 
 def replace_file(path: Path, content: bytes) -> None:

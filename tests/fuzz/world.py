@@ -13,12 +13,9 @@ import opus_mt
 import sentencepiece
 import yaml
 
-from flaxformer_mt import interop
 from flaxformer_mt.config import DataConfig
 from flaxformer_mt.data.corpora.corpus import load_corpus
 from flaxformer_mt.interop.formats import marian_files
-from flaxformer_mt.interop.weight_maps.mapping import model_params
-from flaxformer_mt.model.transformer import Transformer
 from fuzz.core import run_command
 
 REPOSITORY = Path(__file__).parents[2]
@@ -137,7 +134,8 @@ class World:
     @functools.cached_property
     def marian(self) -> Path:
         """The run as a model of Hugging Face's Marian."""
-        return self.converted("marian")
+        self.convert(self.run, self.folder / "marian", "marian")
+        return self.folder / "marian"
 
     @functools.cached_property
     def native(self) -> Path:
@@ -157,18 +155,8 @@ class World:
         (folder / "config.yml").write_text(yaml.safe_dump(MARIAN_DECODING))
         return folder
 
-    @functools.cached_property
-    def exported(self) -> Path:
-        """The run as functions of JAX, with their server."""
-        return self.converted("jax")
-
-    def converted(self, family: str, *options: str) -> Path:
-        output = self.folder / family
-        self.convert(self.run, output, family, *options)
-        return output
-
-    def convert(self, source: Path, output: Path, family: str, *options: str) -> None:
-        given = ("--from", "flaxformer_mt", "--to", family, *options)
+    def convert(self, source: Path, output: Path, family: str) -> None:
+        given = ("--from", "flaxformer_mt", "--to", family)
         self.succeed("convert", *given, str(source), str(output))
 
     @functools.cached_property
@@ -193,18 +181,6 @@ class World:
         ]
         hub_models.save("t5", texts, self.folder / "hub")
         return self.folder / "hub"
-
-    @functools.cached_property
-    def saved_values(self) -> Path:
-        """Tokens, and the logits that the checkpoint "marian pt" computes of them."""
-        folder = self.folder / "saved"
-        folder.mkdir()
-        config, params = interop.load("marian", self.checkpoints["marian pt"], num_heads=2)
-        tokens = {"source": np.full((2, 4), 5, np.int32), "target_input": np.ones((2, 3), np.int32)}
-        logits = Transformer(config).apply({"params": model_params(params)}, *tokens.values())
-        np.savez(folder / "batch.npz", **tokens)
-        np.savez(folder / "saved.npz", logits=np.asarray(logits))
-        return folder
 
     @functools.cached_property
     def data_sets(self) -> dict[str, Path]:
@@ -232,6 +208,36 @@ class World:
     def training(self, workdir: Path, text: Path | None = None) -> tuple[str, ...]:
         """Returns the options that train in a folder."""
         return (*OPTIONS, f"--data.path={text or self.text}", f"--workdir={workdir}")
+
+    def command(self, name: str, output: Path, run: Path | None = None) -> tuple[str, ...]:
+        """Returns a command line that succeeds.
+
+        Args:
+          name: of the command.
+          output: path of what it writes, if it does not print.
+          run: a copy of the run that it reads instead of the run.
+        """
+        run = run or self.run
+        given, written = f"--run={run}", f"--output={output}"
+        text, lines = self.text, self.lines
+        source = f"--source={lines}"
+        arguments = {
+            "translate": (given, f"--input={lines}"),
+            "score": (given, source, f"--target={lines}"),
+            "evaluate": (given, source, f"--reference={lines}"),
+            "plot": (given, f"{written}.svg"),
+            "attention": (given, "--source=two", f"{written}.svg"),
+            "inspect": (given, "--json"),
+            "average": (given, "--last=2", written),
+            "lexicon": (given, f"--source={text}/train.en", f"--target={text}/train.de", written),
+            "prepare": (
+                f"--path={text}", written, "--source-language=en", "--target-language=de",
+            ),
+            "convert": ("--from=flaxformer_mt", "--to=marian", str(run), f"{output}.safetensors"),
+            "parity": ("--family=torch",),
+            "train": self.training(output),
+        }  # fmt: skip
+        return name, *arguments[name]
 
     def succeed(self, *arguments: str) -> str:
         """Runs a command that must succeed, and returns its standard output."""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flaxformer_mt.config import TransformerConfig, from_dict
+from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.model.linear import Dense
 from flaxformer_mt.model.transformer import Transformer
 
@@ -139,9 +139,3 @@ def test_a_changed_map_is_changed_in_cached_steps(adapted, monkeypatch):
     chex.assert_trees_all_close(
         jnp.concatenate(found, axis=1), logits_of_the_whole[:, :3], rtol=1e-4, atol=1e-4
     )
-
-
-def test_a_backend_of_earlier_versions_is_read_as_auto():
-    """`cudnn` was a value of the field, which `auto` never took."""
-    former = {"model": {"attention_backend": "cudnn"}}
-    assert from_dict(former).model.attention_backend == "auto"

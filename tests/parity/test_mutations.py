@@ -383,13 +383,13 @@ def test_both_faults_are_listed():
 
 
 def test_a_cause_of_ones_own(monkeypatch):
-    def weights_squared(segment):
-        words = "the reference squares weights"
-        yield segment.diagnosis("squared", words, segment.value**2)
+    def roots_of_weights(segment):
+        words = "the reference takes the roots of weights"
+        yield segment.diagnosis("roots", words, segment.value**0.3)
 
-    change = with_forward(FIRST_ATTENTION, attention(between=lambda weights: weights**2))
+    change = with_forward(FIRST_ATTENTION, attention(between=lambda weights: weights**0.3))
     site = f"{IN_ENCODER}/self_attention/weights"
     taps = annotated_taps() | {site: parity.Tap(FIRST_ATTENTION, op="bmm", call=1, side="input")}
     assert compared("annotated", change, taps=taps).diagnosis is None
-    monkeypatch.setattr(differences, "CAUSES", [*differences.CAUSES, weights_squared])
-    check(compared("annotated", change, taps=taps), site, "squared")
+    monkeypatch.setattr(differences, "CAUSES", [*differences.CAUSES, roots_of_weights])
+    check(compared("annotated", change, taps=taps), site, "roots")

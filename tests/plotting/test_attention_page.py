@@ -4,7 +4,6 @@ import base64
 import html.parser
 import json
 import re
-import sys
 
 import numpy as np
 import pytest
@@ -134,9 +133,3 @@ def test_pictures_are_written_in_the_format_of_their_name(tmp_path):
     assert (tmp_path / "all.HTML").read_text() == picture.to_html()
     with pytest.raises(UserError, match=r"all\.gif: the name of a picture must end in one of"):
         picture.save(tmp_path / "all.gif")
-
-
-def test_an_image_needs_matplotlib(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(UserError, match=r"pip install 'flaxformer_mt\[plot\]'"):
-        AttentionPicture(attention("a", "b")).save(tmp_path / "all.png")

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from flaxformer_mt.cli import main
-from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs.averaging import average_run
 from flaxformer_mt.runs.checkpoint import Checkpoints, restore_params
 from flaxformer_mt.training.state import TrainState
@@ -115,14 +114,3 @@ def test_what_exists_is_not_written_over(run, capsys):
     assert capsys.readouterr().out.endswith("averaged: the mean of the checkpoints of steps 3, 4\n")
     assert main(command) == 1
     assert "averaged exists: remove it, or give another --output" in capsys.readouterr().err
-
-
-def test_no_run_folder(tmp_path):
-    with pytest.raises(UserError, match=r"is not a run folder: it has no config\.json"):
-        average_run(tmp_path, tmp_path / "output", 1, "last")
-
-
-def test_an_output_that_cannot_be_written(run, tmp_path):
-    (tmp_path / "file").write_text("no folder")
-    with pytest.raises(UserError, match=r"file/output cannot be written: \S+/file is not a folder"):
-        average_run(run, tmp_path / "file" / "output", 1, "last")

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-from typing import NamedTuple
 
 import chex
 import jax
@@ -47,21 +46,9 @@ def as_pair(seed):
     return make_params(seed), [jnp.float32(seed), jnp.arange(seed)]
 
 
-def as_optax(seed):
-    return OPTIMIZER.init(make_params(seed))
-
-
-def as_array(seed):
-    return jax.random.normal(jax.random.key(seed), (3,))
-
-
 def as_numbers(seed):
     """Orbax by itself fails on scalars of NumPy."""
     return {"params": {"x": np.float32(seed)}, "step": seed, "rate": 0.5, "n": np.int32(seed)}
-
-
-def as_frozen_dict(seed):
-    return FrozenDict(as_dict(seed))
 
 
 def as_ordered_dict(seed):
@@ -70,16 +57,7 @@ def as_ordered_dict(seed):
     return collections.OrderedDict(step=seed, params=make_params(seed), ema=None, opt=opt)
 
 
-STATES = [
-    as_dict,
-    as_flax,
-    as_pair,
-    as_optax,
-    as_array,
-    as_numbers,
-    as_frozen_dict,
-    as_ordered_dict,
-]
+STATES = [as_dict, as_flax, as_pair, as_numbers, as_ordered_dict]
 
 
 def saved(folder, step, state, position=None, **options):
@@ -149,18 +127,12 @@ class Custom:
     __hash__ = None
 
 
-class Pair(NamedTuple):
-    first: int
-    second: int = 0
-
-
 @pytest.mark.parametrize(
     ("position", "start"),
     [
         (DataPosition(1, 2, 3, 4), DataPosition()),
         (Place(1, [2, 3]), Place(0, [])),
         (Custom(7), Custom(0)),
-        (Pair(1, 2), Pair(0)),
         ({"epoch": 1, "rows": [1, 2]}, {}),
         (5, 0),
         (None, None),
@@ -180,16 +152,6 @@ def test_without_a_checkpoint_the_arguments_are_returned(tmp_path):
     assert found[1] is start
 
 
-def test_metrics_rank_checkpoints(tmp_path):
-    with fmt.Checkpoints(tmp_path, keep_last=1, keep_best=1, best_metric="bleu") as checkpoints:
-        for step, bleu in ((1, 30.0), (2, 10.0), (3, 20.0)):
-            checkpoints.save(step, as_dict(step), step, metrics={"bleu": bleu})
-    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["1", "3"]
-    step, params = restore_params(tmp_path)
-    assert step == 1
-    chex.assert_trees_all_equal(params, make_params(1))
-
-
 OTHER_KINDS = {
     "a leaf more": (lambda: {**as_dict(0), "extra": jnp.zeros(2)}, r"extra"),
     "a leaf less": (
@@ -204,11 +166,7 @@ OTHER_KINDS = {
         lambda: as_dict(0) | {"opt": optax.sgd(0.1, momentum=0.9).init(make_params(0))},
         r"opt/",
     ),
-    "Flax's state": (lambda: as_flax(0), r"opt"),
-    "a tuple": (
-        lambda: as_pair(3),
-        r"opt/1/0/count: an array \[\] of integers there, nothing here",
-    ),
+    "a tuple": (lambda: as_pair(3), r"opt/1/0/count: an array \[\] of integers there, nothing"),
 }
 
 
@@ -318,15 +276,6 @@ def test_a_saved_run_is_a_run_folder(tmp_path, model):
     assert translations == fmt.translate(config, params, tokenizers, sentences, **options)
 
 
-def test_a_folder_that_exists_is_not_replaced(tmp_path, model):
-    config, tokenizers, params = model
-    fmt.save_run(tmp_path / "run", config, tokenizers, params)
-    before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(UserError, match="run exists"):
-        fmt.save_run(tmp_path / "run", config, tokenizers, params)
-    assert sorted(tmp_path.rglob("*")) == before
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -339,14 +288,4 @@ def test_parameters_of_another_model_are_not_saved(tmp_path, model, changes, mes
     config, tokenizers, params = model
     with pytest.raises(UserError, match=message):
         fmt.save_run(tmp_path / "run", config, tokenizers, {**params, **changes})
-    assert not (tmp_path / "run").exists()
-
-
-def test_parameters_of_another_width_are_not_saved(tmp_path, model):
-    config, tokenizers, params = model
-    wider = jax.tree.map(lambda leaf: leaf, params)
-    kernel = wider["encoder"]["layers"]["feed_forward"]["hidden"]["kernel"]
-    wider["encoder"]["layers"]["feed_forward"]["hidden"]["kernel"] = jnp.tile(kernel, 2)
-    with pytest.raises(UserError, match="hidden/kernel has the shape"):
-        fmt.save_run(tmp_path / "run", config, tokenizers, wider)
     assert not (tmp_path / "run").exists()

@@ -33,3 +33,4 @@ def test_the_newest_and_the_best_steps_are_kept():
     scores = {1: 3.0, 2: 2.0, 3: 1.0, 4: -math.inf, 5: 0.0}
     assert kept_steps(scores, keep_last=1, keep_best=2) == {1, 2, 5}
     assert kept_steps({4: -math.inf, 5: -math.inf}, keep_last=1, keep_best=2) == {5}
+    assert kept_steps(scores, keep_last=2, keep_best=0) == {4, 5}

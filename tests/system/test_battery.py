@@ -44,7 +44,7 @@ def run_tiny(battery, tmp_path, parts):
     return {name: json.loads((out / f"{name}.json").read_text())["results"] for name in parts}
 
 
-# The others are timed, in a slow test.
+# The others are timed.
 FIRST = ("parity", "attention", "continuing")
 
 

@@ -1,11 +1,6 @@
 """The command `prepare --workdir`: in processes, by shards, by Beam, and killed at any time."""
 
-import os
-import random
-import signal
-import subprocess
 import sys
-import time
 
 import pytest
 from small_runs import flags
@@ -80,21 +75,6 @@ def test_a_process_that_fails_is_named(text, tmp_path, monkeypatch, capsys):
     )
     assert main([*arguments(text, tmp_path / "run"), "--num-workers=2"]) != 0
     assert "a process that tokenizes has failed: no room" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_kills_at_any_time(plain, text, tmp_path):
-    workdir, generator = tmp_path / "run", random.Random(0)
-    command = [sys.executable, "-m", "flaxformer_mt", *arguments(text, workdir), "--num-workers=2"]
-    for _ in range(5):
-        process = subprocess.Popen(
-            command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        time.sleep(generator.uniform(1, 6))
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    assert subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode == 0
-    assert stores(workdir) == stores(plain)
 
 
 @pytest.mark.slow

@@ -149,12 +149,6 @@ def wait_for_checkpoint(run, workdir):
 
 
 @pytest.mark.slow
-def test_the_same_losses(start, folders, expected):
-    start(folders / "two", 2).finish()
-    assert_same_losses(folders / "two", expected)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("first", "second"), [(1, 2), (2, 1)])
 def test_each_continues_the_others_checkpoint(start, folders, expected, first, second):
     workdir = folders / f"{first} then {second}"

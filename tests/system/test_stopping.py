@@ -24,13 +24,9 @@ def signal_once(found, arguments):
         os.kill(os.getpid(), signal.SIGTERM)
 
 sys.addaudithook(signal_once)
+sys.argv.insert(1, "train")
+runpy.run_module("flaxformer_mt", run_name="__main__")
 """
-PROGRAMS = {
-    "train.py": "runpy.run_path('train.py', run_name='__main__')",
-    "flaxformer-mt train": (
-        "sys.argv.insert(1, 'train'); runpy.run_module('flaxformer_mt', run_name='__main__')"
-    ),
-}
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +40,7 @@ def start(text, tmp_path, cache):
     """A function that starts training; the process is killed at the end of the test."""
     processes = []
 
-    def start(*options, program="train.py", moment="none:"):
+    def start(*options, moment="none:"):
         environment = {
             **os.environ,
             "XLA_FLAGS": xla_flags(),
@@ -56,7 +52,7 @@ def start(text, tmp_path, cache):
         with (tmp_path / "log").open("w") as log:
             processes.append(
                 subprocess.Popen(
-                    [sys.executable, "-c", SIGNALLED + PROGRAMS[program], moment, *arguments],
+                    [sys.executable, "-c", SIGNALLED, moment, *arguments],
                     env=environment,
                     stdout=log,
                     stderr=log,
@@ -72,8 +68,7 @@ def start(text, tmp_path, cache):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_ignored", [True, False])
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_a_closed_terminal(text, tmp_path, cache, program, is_ignored):
+def test_a_closed_terminal(text, tmp_path, cache, is_ignored):
     """Stops training, unless SIGHUP is ignored, as below `nohup`."""
     steps = f"--train.num-steps={60 if is_ignored else 100_000}"
     arguments = flags(text, tmp_path / "run", "--parallel.num-devices=1", steps)
@@ -86,7 +81,7 @@ def test_a_closed_terminal(text, tmp_path, cache, program, is_ignored):
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
     process = subprocess.Popen(
-        [sys.executable, "-c", SIGNALLED + PROGRAMS[program], "none:", *arguments],
+        [sys.executable, "-c", SIGNALLED, "none:", *arguments],
         env=os.environ | {"JAX_COMPILATION_CACHE_DIR": str(cache)},
         stdin=terminal, stdout=terminal, stderr=terminal, preexec_fn=prepare,
     )  # fmt: skip
@@ -112,50 +107,19 @@ def wait_until(process, holds, tmp_path):
         time.sleep(0.01)
 
 
-def test_before_signals_are_handled(start, tmp_path):
-    """The process has the exit code of the signal, and has written nothing."""
-    process = start("--train.num-steps=100000")
-    process.send_signal(signal.SIGTERM)
-    if process.wait() == -signal.SIGTERM:
-        assert not (tmp_path / "run").exists()
-    else:
-        assert process.returncode == ExitCode.INTERRUPTED, log(tmp_path)
-
-
-@pytest.mark.slow_except("train.py-import:jax")
+@pytest.mark.slow_except("import:jax")
 @pytest.mark.parametrize(
-    "moment",
-    [
-        "import:jax",
-        "import:orbax.checkpoint",
-        "open:lock",
-        "open:metrics.jsonl",
-        "open:progress.json",
-    ],
+    "moment", ["import:jax", "import:orbax.checkpoint", "open:lock", "open:progress.json"]
 )
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_at_start_up_and_later(start, tmp_path, moment, program):
-    process = start("--train.num-steps=100000", program=program, moment=moment)
-    assert process.wait() == ExitCode.INTERRUPTED, log(tmp_path)
-    assert "the same command continues" in log(tmp_path)
-
-
-@pytest.mark.slow
-def test_while_compiling(start, tmp_path, monkeypatch):
-    monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "false")
-    monkeypatch.setenv("JAX_LOG_COMPILES", "true")
-    process = start(
-        "--train.num-steps=100000", "--model.num-encoder-layers=6", "--model.scan-layers=False"
-    )
-    wait_until(process, lambda: "Compiling jit(train_step)" in log(tmp_path), tmp_path)
-    process.send_signal(signal.SIGTERM)
+def test_at_start_up_and_later(start, tmp_path, moment):
+    process = start("--train.num-steps=100000", moment=moment)
     assert process.wait() == ExitCode.INTERRUPTED, log(tmp_path)
     assert "the same command continues" in log(tmp_path)
 
 
 @pytest.mark.slow
 def test_while_training(start, tmp_path):
-    process = start("--train.num-steps=100000", program="flaxformer-mt train")
+    process = start("--train.num-steps=100000")
     wait_until(process, lambda: "step 2/" in log(tmp_path), tmp_path)
     process.send_signal(signal.SIGTERM)
     assert process.wait() == ExitCode.INTERRUPTED, log(tmp_path)

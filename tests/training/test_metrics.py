@@ -65,12 +65,9 @@ def test_json_lines_of_later_steps_and_an_incomplete_one_go(tmp_path):
     "line",
     ["", "[]", "{}", "[" * 100_000, '{"step": 1' + "0" * 5000 + ', "split": "a"}', '{"step": 1}'],
 )
-@pytest.mark.parametrize("has_checksums", [False, True])
-def test_damaged_json_lines_are_named(tmp_path, line, has_checksums):
+def test_damaged_json_lines_are_named(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
     write_lines(path, 1)
-    if not has_checksums:
-        path.write_text('{"step": 1, "split": "train"}\n')
     before = path.read_text()
     path.write_text(before + line + "\n")
     announced = []
@@ -93,17 +90,6 @@ def test_each_flipped_bit_of_a_json_line_is_found(tmp_path):
             path.write_bytes(content)
             with pytest.raises(UserError, match=r"metrics.jsonl is damaged: line [12] "):
                 read_metrics(path)
-
-
-def test_json_lines_of_earlier_versions_get_checksums(tmp_path):
-    path, announced = tmp_path / "metrics.jsonl", []
-    path.write_text('{"step": 1, "split": "train"}\n{"step": 2, "split": "valid"}\n')
-    assert steps_of(path) == [1, 2]
-    JsonLinesWriter(path, announced.append).rewind(2)
-    path.write_text(path.read_text().replace('"step": 1', '"step": 0'))
-    JsonLinesWriter(path, announced.append).rewind(2)
-    assert steps_of(path) == [2]
-    assert len(announced) == 1
 
 
 def test_missing_json_lines_of_a_continued_run_are_named(tmp_path):
