@@ -168,9 +168,9 @@ def test_an_attention_of_ones_own_may_be_replaced(kinds, monkeypatch):
 
 
 def test_what_cannot_be_registered(kinds):
-    with pytest.raises(UserError, match="dot_product is the built-in attention"):
+    with pytest.raises(UserError, match="dot_product is the built-in attention_kind"):
         attention.register_attention("dot_product")
-    with pytest.raises(TypeError, match="name of an attention must be a string, not type"):
+    with pytest.raises(TypeError, match="register_attention: the name must be a string"):
         attention.register_attention(MultiHeadAttention)
     with pytest.raises(TypeError, match="own must be a subclass of MultiHeadAttention"):
         attention.register_attention("own")(print)
