@@ -38,14 +38,14 @@ _Hook = TypeVar("_Hook", bound=Hook)
 class Hooks:
     """Functions that a run calls after its steps, given as `fmt.train(hooks=...)`.
 
-    hooks = fmt.Hooks()
+        hooks = fmt.Hooks()
 
-    @hooks.add_hook(every=100)
-    def watch(info):
-        kernel = info.state.params["decoder"]["layers"]["self_attention"]["query"]["kernel"]
-        print(info.step, jnp.linalg.norm(kernel))
+        @hooks.add_hook(every=100)
+        def watch(info):
+            kernel = info.state.params["decoder"]["layers"]["self_attention"]["query"]["kernel"]
+            print(info.step, jnp.linalg.norm(kernel))
 
-    fmt.train("configs/quickstart.py", "runs/quickstart", hooks=hooks)
+        fmt.train("configs/quickstart.py", "runs/quickstart", hooks=hooks)
     """
 
     def __init__(self) -> None:
