@@ -46,6 +46,8 @@ class Hooks:
             print(info.step, jnp.linalg.norm(kernel))
 
         fmt.train("configs/quickstart.py", "runs/quickstart", hooks=hooks)
+
+    A run calls them in the order in which they were added.
     """
 
     def __init__(self) -> None:
