@@ -1,7 +1,7 @@
 """Classes of layers that users register by name, with options that a run records.
 
 A kind is a name, "moe", or a name with options, "moe(experts=8, top=2)". The options are fields of
-the class; `Registry.resolved` writes all of them, so that a run does not depend on their defaults.
+the class. A run records the kind as it was given; `Registry.resolved` adds the defaults to it.
 """
 
 import ast
