@@ -102,7 +102,7 @@ def convert(
             sizes = ("head_dim", "value_dim", "num_kv_heads")
             fields = dataclasses.asdict(written.config).items()
             settings = {name: value for name, value in fields if value or name not in sizes}
-            notes += _certified(found, source, target_family, target, settings)
+            notes += certificate.write(found, source, target_family, target, settings)
         return notes
     if target_family not in (OWN, *WRITERS):
         raise UserError(f"{target}: use the suffix .safetensors or .pt")
@@ -120,11 +120,13 @@ def convert(
         bundle.write_run(target)
         return notes
     options = {} if quantization is None else {"quantization": quantization}
-    with prefixed(f"{source} cannot be converted to {target_family}: "):
-        notes += bundles.write_bundle(target_family, bundle, target, accepted, **options)
-    if certified:
-        state = TrainingState(bundle.config.model, bundle.params, None)
-        notes += _certified(state, source, target_family, target, {})
+    # The certificate lies in the folder, which appears with it.
+    with atomic.staged_folder(target) as partial:
+        with prefixed(f"{source} cannot be converted to {target_family}: "):
+            notes += bundles.write_bundle(target_family, bundle, partial, accepted, **options)
+        if certified:
+            state = TrainingState(bundle.config.model, bundle.params, None)
+            notes += certificate.write(state, source, target_family, partial, {})
     return notes
 
 
@@ -138,15 +140,6 @@ def _with_options(bundle: ModelBundle, options: VocabularyOptions) -> tuple[Mode
         bundle, lines = with_vocabulary(bundle, change)
         notes += lines
     return bundle, notes
-
-
-def _certified(
-    model: TrainingState, source: Path, family: str, export: Path, settings: Mapping[str, Any]
-) -> Notes:
-    try:
-        return certificate.write(model, source, family, export, settings)
-    except UserError as error:
-        return (f"{export} is written, but has no certificate: {error}",)
 
 
 def not_written(family: str, target: str | os.PathLike[str]) -> Notes:

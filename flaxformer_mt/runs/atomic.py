@@ -73,11 +73,18 @@ def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
     Missing parent folders are created. Raises `UserError` if it exists, unless `replace`, or if it
     cannot be written.
     """
+    with staged_folder(path, replace=replace) as partial:
+        partial.mkdir()
+        yield partial
+
+
+@contextlib.contextmanager
+def staged_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
+    """As `new_folder`, but the block creates the folder whose path is yielded."""
     if not replace:
         require_absent(path)
     with explained(path), _parent_of(path) as parent, workspace(parent) as folder:
         partial = folder / path.name
-        partial.mkdir()
         yield partial
         sync_tree(partial)
         if replace:
