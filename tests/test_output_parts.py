@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from flaxformer_mt.cli.output_parts import Shard, part_writer
+from flaxformer_mt.cli.output_parts import OutputPart, part_writer
 from flaxformer_mt.errors import UserError
 
 SETTINGS = {"search": {"beam_size": 4}, "models": [["run", 3]]}
@@ -43,7 +43,7 @@ def test_parts_that_are_interrupted_at_any_byte(tmp_path, count, lines_each):
     output = tmp_path / "out.txt"
     output.write_text("of an earlier command\n")
     rng = random.Random(count)
-    unfinished = [Shard(index, count) for index in range(count)]
+    unfinished = [OutputPart(index, count) for index in range(count)]
     while unfinished:
         shard = rng.choice(unfinished)
         try:
@@ -63,53 +63,53 @@ def test_parts_that_are_interrupted_at_any_byte(tmp_path, count, lines_each):
 
 def test_nothing_that_is_whole_is_written_twice(tmp_path):
     with pytest.raises(Killed):
-        continue_part(tmp_path / "out", Shard(), most=5)
-    assert continue_part(tmp_path / "out", Shard()) == [*range(5, LINES)]
+        continue_part(tmp_path / "out", OutputPart(), most=5)
+    assert continue_part(tmp_path / "out", OutputPart()) == [*range(5, LINES)]
 
 
 def test_what_a_power_cut_left_unwritten_is_written_again(tmp_path):
     (tmp_path / "out.0-of-1.partial").write_bytes(whole()[:60] + bytes(20) + whole()[80:])
-    assert len(continue_part(tmp_path / "out", Shard())) > LINES - 5
+    assert len(continue_part(tmp_path / "out", OutputPart())) > LINES - 5
     assert (tmp_path / "out").read_bytes() == whole()
 
 
 def test_parts_of_other_settings_are_not_continued(tmp_path):
     with pytest.raises(Killed):
-        continue_part(tmp_path / "out", Shard(0, 2), most=2)
+        continue_part(tmp_path / "out", OutputPart(0, 2), most=2)
     for shard, settings in (
-        (Shard(0, 2), SETTINGS | {"search": {"beam_size": 1}}),
-        (Shard(1, 2), SETTINGS | {"models": [["run", 4]]}),
-        (Shard(0, 3), SETTINGS),
+        (OutputPart(0, 2), SETTINGS | {"search": {"beam_size": 1}}),
+        (OutputPart(1, 2), SETTINGS | {"models": [["run", 4]]}),
+        (OutputPart(0, 3), SETTINGS),
     ):
         with pytest.raises(UserError, match=r"other (search|models|shards): give another --output"):
             continue_part(tmp_path / "out", shard, settings=settings)
-    assert continue_part(tmp_path / "out", Shard(0, 2)) == [*range(2, LINES // 2)]
+    assert continue_part(tmp_path / "out", OutputPart(0, 2)) == [*range(2, LINES // 2)]
 
 
 def test_a_part_is_written_by_one_process(tmp_path):
     with (
-        part_writer(tmp_path / "out", Shard(), SETTINGS, range(3), 1),
+        part_writer(tmp_path / "out", OutputPart(), SETTINGS, range(3), 1),
         pytest.raises(UserError, match="another process"),
     ):
-        continue_part(tmp_path / "out", Shard())
+        continue_part(tmp_path / "out", OutputPart())
 
 
 def test_an_output_that_was_deleted_is_made_again(tmp_path):
     output = tmp_path / "out"
-    continue_part(output, Shard())
+    continue_part(output, OutputPart())
     output.unlink()
-    continue_part(output, Shard())
+    continue_part(output, OutputPart())
     assert output.read_bytes() == whole()
 
 
 def test_every_line_is_in_one_shard():
     for total in (0, 1, 7, 100):
         for count in (1, 2, 3, 8):
-            shards = [Shard(index, count).lines(total) for index in range(count)]
+            shards = [OutputPart(index, count).lines(total) for index in range(count)]
             assert [number for lines in shards for number in lines] == [*range(total)]
 
 
 @pytest.mark.parametrize("text", ["", "1", "2/2", "-1/2", "0/0", "1/2/3", "٠/١", "a/b"])
 def test_what_is_no_shard(text):
     with pytest.raises(UserError, match="such as 0/4"):
-        Shard.parse(text)
+        OutputPart.parse(text)

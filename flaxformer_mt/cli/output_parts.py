@@ -25,7 +25,7 @@ _COMPLETE = "complete"
 
 
 @dataclasses.dataclass(frozen=True)
-class Shard:
+class OutputPart:
     """One of `count` parts of a file, with nearly equal numbers of lines."""
 
     index: int = 0
@@ -51,7 +51,7 @@ class Shard:
 
 @contextlib.contextmanager
 def part_writer(
-    output: Path, shard: Shard, settings: Mapping[str, Any], inputs: range, lines_each: int
+    output: Path, shard: OutputPart, settings: Mapping[str, Any], inputs: range, lines_each: int
 ) -> Iterator[tuple[range, Callable[[Iterable[str]], None]]]:
     """Continues a part; the process that completes the last part joins all to `output`.
 
@@ -84,7 +84,7 @@ def part_writer(
             file.flush()
             os.fsync(file.fileno())
             atomic.rename(partial, part)
-    parts = [Shard(index, shard.count).path(output) for index in range(shard.count)]
+    parts = [OutputPart(index, shard.count).path(output) for index in range(shard.count)]
     if is_complete or _join(output, parts, settings):
         for part in parts:
             part.unlink(missing_ok=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from flaxformer_mt.cli import output
-from flaxformer_mt.cli.output_parts import Shard
+from flaxformer_mt.cli.output_parts import OutputPart
 from flaxformer_mt.cli.training import experiment_of, parse_experiment
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.errors import UserError, requiring
@@ -82,7 +82,7 @@ def prepare_run(flags: PrepareFlags, arguments: Sequence[str]) -> None:
     if flags.num_workers < 0:
         raise UserError(f"--num-workers={flags.num_workers} is negative: give 0 or more")
     if flags.shard:
-        shard = Shard.parse(flags.shard)
+        shard = OutputPart.parse(flags.shard)
         start = experiment.begin(config, workdir)
         start.text.tokenize_part(start.tokenizers, shard.index, shard.count)
         output.print_note(

@@ -22,7 +22,7 @@ from flaxformer_mt.cli.options import (
     load_runs,
     require_writable,
 )
-from flaxformer_mt.cli.output_parts import Shard, part_writer
+from flaxformer_mt.cli.output_parts import OutputPart, part_writer
 from flaxformer_mt.config.fields import Bounds
 from flaxformer_mt.data.corpora.text_files import arriving_lines, count_lines, digest_file, opened
 from flaxformer_mt.errors import UserError, shown
@@ -97,7 +97,7 @@ def translate(
     is_part = resume or shard is not None
     if is_part and not (input_file and input_file.is_file() and output_file):
         raise UserError("--resume and --shard continue files: give --input and --output")
-    part = Shard.parse(shard or "0/1")
+    part = OutputPart.parse(shard or "0/1")
     with contextlib.ExitStack() as stack:
         name = str(input_file) if input_file else "standard input"
         stream: Any = stack.enter_context(opened(input_file)) if input_file else sys.stdin.buffer

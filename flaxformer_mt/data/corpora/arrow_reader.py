@@ -9,7 +9,7 @@ from typing import Any
 
 from flaxformer_mt.config.fields import suggestion
 from flaxformer_mt.data.corpora import headers
-from flaxformer_mt.data.corpora.rows import LINE_BREAKS, Fault, Reading, decoded, placed
+from flaxformer_mt.data.corpora.rows import LINE_BREAKS, Fault, Reading, decoded, located
 from flaxformer_mt.data.corpora.text_files import Source, digest_files, opened
 from flaxformer_mt.errors import UserError, first_line, requiring
 from flaxformer_mt.input_files import max_content, require_regular_files
@@ -110,7 +110,7 @@ def open_saved(
                     reading.add(None, number, pair)
                     yield None
                 else:
-                    yield placed(pair, None, number)
+                    yield located(pair, None, number)
 
     return Source(name, pairs, lambda: digest_files(files, repr(tuple(columns)).encode()))
 

@@ -25,7 +25,7 @@ from flaxformer_mt.config import CorpusConfig, DataConfig
 from flaxformer_mt.data.corpora import arrow_reader, tables, text_files, tfds_reader
 from flaxformer_mt.data.corpora.alignments import stream_aligned
 from flaxformer_mt.data.corpora.entities import unescaped
-from flaxformer_mt.data.corpora.rows import Dropped, Reading, merged, with_place
+from flaxformer_mt.data.corpora.rows import Dropped, Reading, merged, with_location
 from flaxformer_mt.data.corpora.text_files import Source, of_files
 from flaxformer_mt.errors import UserError, requiring
 from flaxformer_mt.remote.reading import local_list
@@ -96,7 +96,7 @@ class Corpus(abc.ABC):
         if not self.tag:
             return iter(pairs)
         tag = f"{self.tag} "
-        return (with_place((pair[0].removeprefix(tag), pair[1]), pair) for pair in pairs)
+        return (with_location((pair[0].removeprefix(tag), pair[1]), pair) for pair in pairs)
 
     def chunks(
         self, size: int, is_wanted: Callable[[int], bool] = lambda number: True
@@ -205,7 +205,7 @@ class StreamedCorpus(Corpus):
         rows = self.stream(reading)
         if not self.tag:
             return rows
-        return (row and with_place((f"{self.tag} {row[0]}", row[1]), row) for row in rows)
+        return (row and with_location((f"{self.tag} {row[0]}", row[1]), row) for row in rows)
 
 
 def open_corpora(config: DataConfig, role: Role, has_inputs: bool = True) -> list[StreamedCorpus]:
@@ -277,9 +277,11 @@ def open_corpus(
         nonlocal last
         rows = iter(source.rows(reading))
         if not has_inputs:
-            rows = (row and with_place(("", row[-1]), row) for row in rows)
+            rows = (row and with_location(("", row[-1]), row) for row in rows)
         if data.unescape_html:
-            rows = (row and with_place((unescaped(row[0]), unescaped(row[1])), row) for row in rows)
+            rows = (
+                row and with_location((unescaped(row[0]), unescaped(row[1])), row) for row in rows
+            )
         yield from cast(Iterator[SentencePair | None], rows)
         reading.check()
         last = reading

@@ -17,7 +17,7 @@ from flaxformer_mt.config import DataConfig
 from flaxformer_mt.data.corpora.comparison import comparable, in_chunks
 from flaxformer_mt.data.corpora.corpus import Corpus, SentencePair
 from flaxformer_mt.data.corpora.filters import shortened
-from flaxformer_mt.data.corpora.rows import place_of
+from flaxformer_mt.data.corpora.rows import location_of
 
 PAIR, SOURCE, TARGET, NEAR = range(4)
 """Kinds: both sides, one side with another translation, a near-duplicate of a side."""
@@ -96,7 +96,7 @@ class HeldOutText:
                 continue
             found = dict(self._found(compared))
             if found and is_kept(number, pair):
-                example = f"{shown(*pair)} ({place_of(pair, number)})"
+                example = f"{shown(*pair)} ({location_of(pair, number)})"
                 add(shared, {held: (kind, example) for held, kind in found.items()})
         return shared
 
@@ -151,11 +151,11 @@ class _NearDuplicates:
         self._numbers = [*numbers_by_text.values()]
         self._texts_with: dict[str, list[int]] = {}
         self._sizes = []
-        for place, text in enumerate(numbers_by_text):
+        for index, text in enumerate(numbers_by_text):
             ngrams = _ngrams(text)
             self._sizes.append(len(ngrams))
             for ngram in ngrams:
-                self._texts_with.setdefault(ngram, []).append(place)
+                self._texts_with.setdefault(ngram, []).append(index)
 
     def find(self, text: str) -> list[int]:
         """Returns the numbers of the texts that are near to another."""
@@ -165,9 +165,9 @@ class _NearDuplicates:
         )
         return [
             number
-            for place, count in common.items()
-            if count >= self._share * (len(ngrams) + self._sizes[place] - count)
-            for number in self._numbers[place]
+            for index, count in common.items()
+            if count >= self._share * (len(ngrams) + self._sizes[index] - count)
+            for number in self._numbers[index]
         ]
 
 

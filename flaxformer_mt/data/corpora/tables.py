@@ -24,7 +24,7 @@ from typing import Any, Literal, TypeAlias
 from flaxformer_mt.config.data import Quoting
 from flaxformer_mt.config.fields import suggestion
 from flaxformer_mt.data.corpora import arrow_reader, headers, text_files, tmx_reader
-from flaxformer_mt.data.corpora.rows import LINE_BREAKS, Fault, Reading, placed
+from flaxformer_mt.data.corpora.rows import LINE_BREAKS, Fault, Reading, located
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.input_files import parse_json
 
@@ -86,7 +86,7 @@ class Table:
                 reading.add(path, number, cells)
                 yield None
             else:
-                yield placed((cells[source], cells[target]), path, number)
+                yield located((cells[source], cells[target]), path, number)
 
     def _rows(self, path: Path) -> _Rows:
         delimiter = "," if self.form == "csv" else "\t"

@@ -13,7 +13,7 @@ import numpy as np
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.data.corpora.alignments import AlignedPair
 from flaxformer_mt.data.corpora.corpus import ParallelCorpus, SentencePair
-from flaxformer_mt.data.corpora.rows import Dropped, place
+from flaxformer_mt.data.corpora.rows import Dropped, location
 from flaxformer_mt.data.corpora.shared_text import Shared
 from flaxformer_mt.data.stream.links import encode_links
 from flaxformer_mt.data.stream.packing import Sentences, TokenPairs
@@ -139,7 +139,7 @@ class CorpusReport:
 
 
 @dataclasses.dataclass(frozen=True)
-class Places:
+class Locations:
     """Where the pairs of a corpus were read."""
 
     numbers: np.ndarray
@@ -149,7 +149,7 @@ class Places:
 
     def __getitem__(self, index: int) -> str:
         file = [name for first, name in self.files if first <= index][-1]
-        return place(file, int(self.numbers[index]))
+        return location(file, int(self.numbers[index]))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -162,13 +162,13 @@ class EncodedCorpus(TokenPairs):
     weight: float = 1.0
     parts: tuple[tuple[str, int], ...] = ()
     """See `ParallelCorpus.parts`."""
-    places: Places | None = None
+    locations: Locations | None = None
     shared: Mapping[str, Shared] = dataclasses.field(default_factory=dict)
     """What held-out text shares with it, by the fingerprint of that text, as far as is known."""
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         """Describes where a pair was read: file and line, if it is of a file."""
-        return place(None, index + 1) if self.places is None else self.places[index]
+        return location(None, index + 1) if self.locations is None else self.locations[index]
 
     def without(self, reason: str, example: str, indices: np.ndarray) -> "EncodedCorpus":
         """Returns the corpus with a report without some of its pairs, which are dropped."""

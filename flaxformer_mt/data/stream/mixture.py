@@ -131,8 +131,8 @@ class Mixture:
             (block, stream) for block in range(self.blocks(0)) for stream in range(self.streams)
         )
         draws: list[np.ndarray] = []
-        while sum(map(len, draws)) < count and (place := next(blocks, None)):
-            draws.append(self.draws(0, place[1], place[0]))
+        while sum(map(len, draws)) < count and (block := next(blocks, None)):
+            draws.append(self.draws(0, block[1], block[0]))
         return np.concatenate(draws)[:count]
 
     def streams_of_rows(self, rows: int, step: int) -> np.ndarray:
@@ -179,20 +179,20 @@ class Mixture:
         ]
         return np.concatenate([np.empty(0, np.int64), *rounds])
 
-    def _shuffled(self, corpus: int, number: int, places: np.ndarray) -> np.ndarray:
-        """Returns the pairs at consecutive places of a permutation of a corpus, int64 [places]."""
+    def _shuffled(self, corpus: int, number: int, positions: np.ndarray) -> np.ndarray:
+        """Returns the pairs at consecutive positions of a permutation, int64 [positions]."""
         size = self._sizes[corpus]
         random = generator(self._seed, _PERMUTATION, corpus, number)
-        if not len(places):
-            return places
+        if not len(positions):
+            return positions
         # Chunks begin elsewhere in each permutation. The pairs that fill none are the last.
         rotation = random.integers(size)
         length = CHUNK_PAIRS if size >= CHUNKED_PAIRS else 1
-        chunks = np.arange(places[0] // length, places[-1] // length + 1)
+        chunks = np.arange(positions[0] // length, positions[-1] // length + 1)
         is_whole = chunks < size // length
         chunks[is_whole] = permuted(chunks[is_whole], size // length, random)
-        starts = chunks[places // length - places[0] // length] * length
-        return (starts + places % length + rotation) % size
+        starts = chunks[positions // length - positions[0] // length] * length
+        return (starts + positions % length + rotation) % size
 
 
 def _part(values: np.ndarray, index: int, count: int) -> np.ndarray:
@@ -219,7 +219,7 @@ def select_pairs(corpus: EncodedCorpus, config: DataConfig) -> tuple[EncodedCorp
     count, first = len(corpus.targets), too_long[:1]
     (source_length,), (target_length,) = corpus.take(first).lengths
     example = (
-        f"{corpus.place(int(first[0]))} ({source_length:,} source and {target_length:,} target "
+        f"{corpus.location(int(first[0]))} ({source_length:,} source and {target_length:,} target "
         "tokens)"
     )
     problem = (

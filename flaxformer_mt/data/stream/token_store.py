@@ -7,7 +7,7 @@ which lists them:
     target.tokens, target.offsets   the same of the targets
     text.bytes, text.offsets        the text of the sources (with data.subword_sampling)
     links.pairs, links.offsets      the links of the tokens (with data.alignments)
-    place.numbers                   the line of each pair, in the files that `store.json` lists
+    line.numbers                    the line of each pair, in the files that `store.json` lists
     seen.hashes                     hashes of all pairs so far (with data.drop_duplicates)
     manifest.json                   SHA-256 of all others, verified whenever a store is opened
 
@@ -36,12 +36,12 @@ from flaxformer_mt.data.corpora import shared_text
 from flaxformer_mt.data.corpora.corpus import Corpus
 from flaxformer_mt.data.corpora.entities import warn_of_entities
 from flaxformer_mt.data.corpora.filters import example_of, options_in_use
-from flaxformer_mt.data.corpora.rows import Dropped, added_up, merged, place
+from flaxformer_mt.data.corpora.rows import Dropped, added_up, location, merged
 from flaxformer_mt.data.corpora.shared_text import NO_TEXT, HeldOutText, Shared
 from flaxformer_mt.data.stream.encoded_corpus import (
     CorpusReport,
     EncodedCorpus,
-    Places,
+    Locations,
     SideReport,
     check_special_ids,
 )
@@ -67,7 +67,7 @@ _ARRAYS: Mapping[str, str] = {
 _FILES = {
     *_ARRAYS.values(),
     *(f"{Path(name).stem}.offsets" for name in _ARRAYS.values()),
-    *("place.numbers", "seen.hashes", "store.json", MANIFEST),
+    *("line.numbers", "seen.hashes", "store.json", MANIFEST),
 }
 
 _Origin: TypeAlias = dict[str, Any]
@@ -185,7 +185,7 @@ class _Description:
     origin: dict[str, Any]
     files: list[str]
     report: CorpusReport
-    places: list[tuple[int, str]]
+    locations: list[tuple[int, str]]
     shared: dict[str, list[tuple[int, tuple[int, str]]]]
 
 
@@ -235,7 +235,9 @@ class _Store:
             name=self.corpus.name,
             report=description.report,
             weight=self.corpus.weight,
-            places=Places(_map(self.folder / "place.numbers", np.int64), description.places),
+            locations=Locations(
+                _map(self.folder / "line.numbers", np.int64), description.locations
+            ),
             shared={text: dict(shared) for text, shared in description.shared.items()},
         )
 
@@ -294,7 +296,7 @@ class _Store:
                     "origin": origin,
                     "files": sorted(path.name for path in partial.iterdir()),
                     "report": dataclasses.asdict(report),
-                    "places": files,
+                    "locations": files,
                     "shared": {self.held_out.fingerprint: [*shared.items()]},
                 }
                 (partial / "store.json").write_text(
@@ -309,7 +311,7 @@ class _Store:
     ) -> tuple[CorpusReport, list[tuple[int, str]], Shared]:
         """Writes the arrays; returns the report, the files of the pairs, and what they share.
 
-        See `Places` and `EncodedCorpus.shared`.
+        See `Locations` and `EncodedCorpus.shared`.
         """
         corpus, data = self.corpus, self.config.data
         dropped: dict[str, Dropped] = {}
@@ -330,7 +332,7 @@ class _Store:
                 if not files or files[-1][1] != path:
                     files.append((written + index, path))
             written += len(part.numbers)
-            _append(folder / "place.numbers", part.numbers)
+            _append(folder / "line.numbers", part.numbers)
             examples = [
                 before or new
                 for before, new in zip(examples, part.pairs.unknown_examples, strict=True)
@@ -405,7 +407,7 @@ class _Store:
         source, target = texts
         if self.corpus.tag:
             source = source.removeprefix(f"{self.corpus.tag} ")
-        return example_of(place(part.path(index), int(part.numbers[index])), source, target)
+        return example_of(location(part.path(index), int(part.numbers[index])), source, target)
 
 
 def _changes(stored: _Origin, wanted: _Origin) -> str:
