@@ -28,7 +28,7 @@ from flaxformer_mt.data import run_text
 from flaxformer_mt.data.corpora.corpus import load_corpus
 from flaxformer_mt.decoding.batching.workers import decoding_on
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.experiment.checks import check_config
+from flaxformer_mt.experiment.checks import check_config, check_devices
 from flaxformer_mt.experiment.report import export_obstacles, report
 from flaxformer_mt.runs import folder as run_folder
 from flaxformer_mt.trained_model import load_run
@@ -338,7 +338,6 @@ def test_a_folder_that_processes_do_not_share_is_refused(run, tmp_path, monkeypa
         ),
         (2, {"num_devices": 4}, r"num_devices=4, but 2 processes have 8 devices"),
         (2, {"num_devices": 8, "strategy": "pmap"}, r"strategy=pmap is for one process, and there"),
-        (2, {"num_devices": 8, "tensor": 3}, r"tensor=3 does not fit processes of 4 devices"),
     ],
 )
 def test_devices_that_cannot_share_a_run_are_refused(monkeypatch, processes, parallel, message):
@@ -346,6 +345,13 @@ def test_devices_that_cannot_share_a_run_are_refused(monkeypatch, processes, par
     monkeypatch.setattr(jax, "local_device_count", lambda: 8 // processes)
     with pytest.raises(UserError, match=message):
         check_config(changed(parallel=parallel))
+
+
+def test_a_tensor_axis_that_does_not_fit_processes_is_refused(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "local_device_count", lambda: 4)
+    with pytest.raises(UserError, match="tensor=3 does not fit processes of 4 devices"):
+        check_devices(ParallelConfig(num_devices=8, tensor=3))
 
 
 def test_no_more_devices_translate_than_train():

@@ -337,6 +337,16 @@ EXPERIMENT: tuple[Relation, ...] = (
             f"{c.model.num_decoder_layers} layers, counted from 0, or from the last as -1"
         ),
     ),
+    *(
+        (
+            lambda c, name=name: getattr(c.model, name) % c.parallel.tensor,
+            lambda c, name=name: (
+                f"model.{name}={getattr(c.model, name)} cannot be divided evenly among "
+                f"{c.parallel.tensor} devices of the mesh axis tensor: choose a divisor"
+            ),
+        )
+        for name in ("num_heads", "num_kv_heads")
+    ),
     (
         lambda c: c.train.batch_tokens % c.data.row_lengths[1],
         lambda c: (

@@ -44,7 +44,7 @@ from flaxformer_mt.training.hooks import Hooks
 from flaxformer_mt.training.objective import UserObjective, name_of
 from flaxformer_mt.training.reporting.console import make_console, print_labelled
 from flaxformer_mt.training.reporting.metrics import Writer
-from flaxformer_mt.training.reporting.trackers import Tracker, default_writers
+from flaxformer_mt.training.reporting.trackers import Tracker
 from flaxformer_mt.urls import require_local
 
 
@@ -133,11 +133,11 @@ def train(
         parts = prepare(
             config, folder, objective=objective, frozen=frozen, accept_changes=accept_changes
         )
-        print_labelled(report(parts), console)
+        lines = report(parts)
+        print_labelled(lines, console)
         given = contextlib.nullcontext(interruption)
         with given if interruption else handle_signals() as handled:
-            all_writers = [*default_writers(config.train, folder, console.print), *writers]
-            fit(parts, folder, console, handled, all_writers, hooks)
+            fit(parts, folder, console, handled, writers, hooks)
         parts.validation.print_test(folder, console)
         if config.model.has_inputs:  # A language model does not translate.
             console.print(f"translate with: flaxformer-mt translate --run {folder} < source.txt")

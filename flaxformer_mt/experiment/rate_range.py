@@ -95,7 +95,7 @@ def find_learning_rate(
 
 def _losses(experiment: Experiment, steps: int) -> Iterator[float]:
     """Trains with one rate per step; yields the losses, as long as they are finite."""
-    state, step = experiment.initial_state(), experiment.compile_train_step()
+    state, step = experiment.initial_state(), experiment.compiled_step
     with experiment.stream(DataPosition()) as batches:
         for _ in range(steps):
             batch, _ = next(batches)

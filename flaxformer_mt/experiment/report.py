@@ -32,12 +32,12 @@ def report(parts: Experiment) -> Iterator[tuple[str, str]]:
     if config.train.label_smoothing:
         smoothing = f"with label smoothing of {config.train.label_smoothing:g}"
         yield "loss", f"{smoothing}; the perplexity is exp(loss) without it"
+    yield "exports", summary(config.model, parts.dataset.tokenizers.has_sentencepiece)
     mesh = parts.devices.mesh
     axes = " x ".join(f"{size} {axis}" for axis, size in mesh.shape.items())
     yield "devices", f"{mesh.size} {parts.devices.devices[0].platform} ({axes})"
     for line in check_rules(params, mesh.shape, parts.devices.rules):
         yield "sharding", line
-    yield "exports", summary(config.model, parts.dataset.tokenizers.has_sentencepiece)
 
 
 def export_obstacles(parts: Experiment) -> Iterator[tuple[str, str]]:
@@ -50,7 +50,7 @@ def export_obstacles(parts: Experiment) -> Iterator[tuple[str, str]]:
 
 def costs(parts: Experiment) -> Iterator[tuple[str, str]]:
     """Compiles the training step for each shape, and yields what it needs per device."""
-    step, state = parts.compile_train_step(), parts.abstract_state()
+    step, state = parts.compiled_step, parts.state_shapes
     has_inputs, has_links = parts.config.model.has_inputs, bool(parts.config.data.alignments)
     for shape in parts.dataset.training.shapes:
         batch = parts.devices.abstract_batch(abstract_batch(shape, has_inputs, has_links))

@@ -112,14 +112,6 @@ def read_config(folder: str | Path) -> ExperimentConfig:
     return config
 
 
-def check_vocabulary(paths: str) -> None:
-    """Checks the files of vocabularies of runs: folders, or files in `tokenizer`, after commas."""
-    for path in map(Path, paths.split(",")):
-        for folder in (path, path.parent, path.parent.parent):
-            if (folder / layout.TOKENIZER).is_dir() and (folder / layout.CONFIG).is_file():
-                data_file.check_files(folder)
-
-
 def read_origin(folder: str | Path) -> dict[str, bytes]:
     """Reads the files of the published model that a run was converted from, by name."""
     data_file.check_files(folder)
