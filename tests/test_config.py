@@ -230,7 +230,6 @@ CONTINUABLE = {
         "bad_rows",
         "check_languages",
         "normalization",
-        "near_duplicates",
         "path",
         "workers",
     },

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,7 +11,6 @@ from pathlib import Path
 from typing import Literal
 
 from flaxformer_mt.cli import output
-from flaxformer_mt.cli.output_parts import OutputPart
 from flaxformer_mt.cli.training import experiment_of, parse_experiment
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.errors import UserError, requiring
@@ -82,9 +82,12 @@ def prepare_run(flags: PrepareFlags, arguments: Sequence[str]) -> None:
     if flags.num_workers < 0:
         raise UserError(f"--num-workers={flags.num_workers} is negative: give 0 or more")
     if flags.shard:
-        shard = OutputPart.parse(flags.shard)
+        found = re.fullmatch("([0-9]{1,6})/([0-9]{1,6})", flags.shard)
+        index, count = map(int, found.groups()) if found else (0, 0)
+        if index >= count:
+            raise UserError(f"--shard={flags.shard}: give i/N, such as 0/2 and 1/2 for 2 shards")
         start = experiment.begin(config, workdir)
-        start.text.tokenize_part(start.tokenizers, shard.index, shard.count)
+        start.text.tokenize_part(start.tokenizers, index, count)
         output.print_note(
             f"part {flags.shard} of the text is tokenized; when all are: flaxformer-mt prepare "
             f"--config={flags.config} --workdir={workdir}"

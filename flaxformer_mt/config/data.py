@@ -150,10 +150,6 @@ class DataConfig(Checked):
     not know, are not checked; 0 = none are."""
     check_languages: bool = option(True, FieldRole.START)
     """Refuse corpora with swapped sides, or with a side in another language than it should be."""
-    near_duplicates: float = option(0.0, FieldRole.START, lowest=0, highest=1)
-    """Warn of development and test sentences that have at least this share of their sequences of 5
-    characters in common with a training sentence, such as 0.8, besides equal ones; 0 = do not look
-    for them, which takes several times as long as tokenizing the text."""
     max_unknown_rate: float = option(0.1, FieldRole.TEXT, lowest=0, highest=1)
     """Reject a corpus with a larger share of unknown tokens."""
 

@@ -37,7 +37,7 @@ class RunText:
     def held_out(self) -> HeldOutText:
         """The text that must not be in the training corpora."""
         corpora = [*self.corpora["valid"], *self.corpora["test"]]
-        return HeldOutText.of(corpora, self.config.data)
+        return HeldOutText.of(corpora)
 
     @property
     def fingerprints(self) -> dict[str, list[tuple[str, str]]]:

@@ -15,7 +15,6 @@ from flaxformer_mt.data.corpora.filters import PairFilter
 from flaxformer_mt.data.corpora.languages import Identifier, are_similar
 from flaxformer_mt.data.corpora.rows import location_of
 from flaxformer_mt.data.corpora.shared_text import (
-    NEAR,
     PAIR,
     SOURCE,
     TARGET,
@@ -200,7 +199,6 @@ _SHARED = {
     "otherwise",
     TARGET: "{} of the {} pairs of {} have a target that the training corpus {} has with another "
     "source",
-    NEAR: "{} of the {} pairs of {} have a near-duplicate of a side in the training corpus {}",
 }
 
 
