@@ -162,7 +162,7 @@ ONLY_IN = {
     "numba": {"data.machine_code"},
     "pyarrow": {"data.corpora.arrow_reader"},
     "tensorflow_datasets": {"data.corpora.tfds_reader"},
-    "array_record": {"data.corpora.tfds_reader", "data.corpora.tfds_builder"},
+    "array_record": {"data.corpora.tfds_reader"},
     "tensorboardX": {"training.reporting.trackers"},
     "wandb": {"training.reporting.trackers"},
     "mlflow": {"training.reporting.trackers"},

@@ -39,7 +39,6 @@ COMMANDS = {
     "convert a file": ["convert", "--from=torch", f"{REMOTE}.pt", "out.safetensors"],
     "attention": ["attention", f"--run={REMOTE}", "--source=a", "--output=a.html"],
     "lexicon": ["lexicon", f"--run={REMOTE}", "--output=lexicon.gz"],
-    "prepare": ["prepare", f"--path={REMOTE}", "--output=out"],
     "prepare a run": ["prepare", "--config=configs/quickstart.py", f"--workdir={REMOTE}"],
     "doctor": ["doctor", f"--workdir={REMOTE}"],
     "plot": ["plot", f"--run={REMOTE}", "--output=curves.svg"],

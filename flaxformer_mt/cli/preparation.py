@@ -1,4 +1,4 @@
-"""The command `prepare --workdir`: the vocabulary and the tokens of a run, before it trains."""
+"""The command `prepare`: the vocabulary and the tokens of a run, before it trains."""
 
 import contextlib
 import dataclasses
@@ -14,8 +14,6 @@ from flaxformer_mt.cli import output
 from flaxformer_mt.cli.training import experiment_of, parse_experiment
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.errors import UserError, requiring
-
-_OF_RUNS = ("--config", "--workdir")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,24 +38,19 @@ class PrepareFlags(ExperimentConfig):
     it runs here."""
 
 
-def names_run(arguments: Sequence[str]) -> bool:
-    """Whether arguments of `prepare` are for a run."""
-    return any(argument.partition("=")[0] in _OF_RUNS for argument in arguments)
-
-
 def run(arguments: Sequence[str]) -> int:
     """Parses the options and prepares the run."""
-    prepare_run(parse(arguments), arguments)
+    prepare(parse(arguments), arguments)
     return 0
 
 
 def parse(arguments: Sequence[str]) -> PrepareFlags:
     """Parses the options, with the configuration file that they name as defaults."""
-    description = prepare_run.__doc__ or ""
+    description = prepare.__doc__ or ""
     return parse_experiment(PrepareFlags, arguments, "flaxformer-mt prepare", description)
 
 
-def prepare_run(flags: PrepareFlags, arguments: Sequence[str]) -> None:
+def prepare(flags: PrepareFlags, arguments: Sequence[str]) -> None:
     r"""Learns the vocabulary of a run and tokenizes its text, so that training need not.
 
       flaxformer-mt prepare --config=configs/quickstart.py --workdir=RUN

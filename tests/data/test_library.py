@@ -9,11 +9,11 @@ import chex
 import jax
 import numpy as np
 import pytest
+import tfds_folder
 from jax.sharding import Mesh
 
 import flaxformer_mt as fmt
 from flaxformer_mt.config import CorpusConfig, DataConfig, ExperimentConfig, TrainConfig
-from flaxformer_mt.data.corpora.corpus import ParallelCorpus
 from flaxformer_mt.data.dataset import open_all, open_dataset
 from flaxformer_mt.data.library import padded
 from flaxformer_mt.data.stream.batches import BatchShape, DataPosition
@@ -82,11 +82,9 @@ def test_pairs_of_prepared_data_sets(tmp_path):
     pytest.importorskip("tensorflow_datasets")
     pytest.importorskip("array_record")
     datasets = pytest.importorskip("datasets")
-    from flaxformer_mt.data.corpora.tfds_builder import build_dataset
-
     sides = ([source for source, _ in PAIRS], [target for _, target in PAIRS])
     languages = {"source_language": "en", "target_language": "de"}
-    build_dataset({"train": ParallelCorpus(*sides, "text", ("en", "de"))}, tmp_path / "prepared")
+    tfds_folder.write(tmp_path / "prepared", train=PAIRS)
     assert list(fmt.read_pairs(tmp_path / "prepared", **languages).pairs()) == PAIRS
     rows = datasets.Dataset.from_dict({"en": sides[0], "de": sides[1]})
     rows.save_to_disk(tmp_path / "saved")
