@@ -51,7 +51,7 @@ def parse(arguments: Sequence[str]) -> PrepareFlags:
 
 
 def prepare(flags: PrepareFlags, arguments: Sequence[str]) -> None:
-    r"""Learns the vocabulary of a run and tokenizes its text, so that training need not.
+    """Learns the vocabulary of a run and tokenizes its text, so that training need not.
 
       flaxformer-mt prepare --config=configs/quickstart.py --workdir=RUN
       flaxformer-mt train --workdir=RUN
@@ -59,8 +59,7 @@ def prepare(flags: PrepareFlags, arguments: Sequence[str]) -> None:
     Continued after an interruption, it makes only what is missing. On several machines, such as the
     tasks of a SLURM array of 8:
 
-      flaxformer-mt prepare --config=C --workdir=RUN \
-          --shard=$SLURM_ARRAY_TASK_ID/8
+      flaxformer-mt prepare --config=C --workdir=RUN --shard=$SLURM_ARRAY_TASK_ID/8
 
     Args:
       flags: The options, from `parse`.
