@@ -5,10 +5,12 @@ The stream of `packed` is the one that training runs read: the same batches, in 
 
 import contextlib
 import json
+import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
 from jax.sharding import Mesh
 
 from flaxformer_mt.config import (
@@ -24,6 +26,7 @@ from flaxformer_mt.config.fields import FieldRole, names_with
 from flaxformer_mt.data.corpora.corpus import Corpus, ParallelCorpus, open_path, with_alignments
 from flaxformer_mt.data.stream.batches import Batch, BatchShape, make_batch
 from flaxformer_mt.data.stream.encoded_corpus import encode_corpus
+from flaxformer_mt.data.stream.mixture import TOO_LONG
 from flaxformer_mt.data.stream.packing import TokenPairs
 from flaxformer_mt.data.stream.placement import place_batch
 from flaxformer_mt.data.stream.token_store import open_stores
@@ -31,6 +34,8 @@ from flaxformer_mt.data.stream.training_stream import TrainingStream
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError, UserTypeError
 from flaxformer_mt.runs import atomic
+
+_log = logging.getLogger(__name__)
 
 Pairs: TypeAlias = Corpus | Iterable[tuple[str, str]]
 """What `read_pairs` returns, or pairs of a source and a target sentence."""
@@ -128,7 +133,8 @@ def packed(
 
     The batches are a function of the arguments and of the position. Positions carry a record of
     all that the batches depend on: pairs, vocabularies, model and options. `Checkpoints` and
-    `batches` refuse a position of another stream.
+    `batches` refuse a position of another stream. A warning is logged if pairs are dropped or
+    truncated, with their number.
 
     Args:
       pairs: one corpus or several, which are mixed in proportion to their sizes and weights.
@@ -163,7 +169,16 @@ def packed(
         corpora = _corpora(pairs)
         stores = open_stores(Path(cache), corpora, tokenizers, experiment)
     record = _identity(corpora, tokenizers, experiment, rows)
-    return TrainingStream(stores, experiment, tokenizers.source, record)
+    stream = TrainingStream(stores, experiment, tokenizers.source, record)
+    for corpus in stream.corpora:
+        if corpus.report.is_changed:
+            advice = ""
+            if TOO_LONG in corpus.report.dropped or corpus.report.truncated:
+                advice = f"; raise length={(source_length, target_length)}"
+            if TOO_LONG in corpus.report.dropped:
+                advice += ', or give long_sentences="truncate"'
+            _log.warning("%s: %s%s", corpus.name, corpus.report.changes(), advice)
+    return stream
 
 
 def _identity(
@@ -211,13 +226,23 @@ def padded(
       pairs: B sentences and their translations.
       tokenizers: the vocabularies.
       config: of the model, for its special tokens.
-      length: S and T, the tokens of a row; one number for both. Longer sentences are truncated.
+      length: S and T, the tokens of a row; one number for both. Longer sentences are truncated,
+        and a warning has their number.
       mesh: where to place the rows; by default they are NumPy arrays.
     """
     source_length, target_length = (length, length) if isinstance(length, int) else length
     texts = ParallelCorpus([source for source, _ in pairs], [target for _, target in pairs], "")
     encoded = encode_corpus(texts, tokenizers, config)
     assert encoded.sources is not None
+    limits = source_length, target_length
+    too_long = [sides > limit for sides, limit in zip(encoded.lengths, limits, strict=True)]
+    if np.any(too_long):
+        _log.warning(
+            "%s of %s pairs are truncated: they are longer than length=%s",
+            f"{np.count_nonzero(np.any(too_long, axis=0)):,}",
+            f"{len(pairs):,}",
+            limits,
+        )
     batch = make_batch(
         TokenPairs(
             encoded.sources.truncate(source_length, config.eos_id),

@@ -14,6 +14,7 @@ from jax import Array
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.data.stream.batches import Batch
+from flaxformer_mt.errors import UserError
 from flaxformer_mt.model.functional import apply_to_batch, as_module
 from flaxformer_mt.model.stack import LOSSES
 from flaxformer_mt.model.transformer import OutputFactors
@@ -97,6 +98,10 @@ def cross_entropy(
       "z_loss", without its factor; and "flops_per_target_token", see `training_flops`. All sums are
       differentiable with respect to the parameters and to `decoder_loss_weights`; a gradient of a
       metric costs a second pass over the vocabulary.
+
+    Raises:
+      UserError: the parameters are those of another model, or a module does not return the factors
+        of its logits (`OutputFactors`) when it is called with project=False.
     """
     module = as_module(model)
     passes = term.passes if term else 1
@@ -141,6 +146,12 @@ def sums_of_factors(
     `rows` is the batch with each row as often as the term needs it; `factors` and `teacher` are
     the outputs of the model and the teacher for them.
     """
+    for each in (factors, teacher):
+        if not isinstance(each, OutputFactors | None):
+            raise UserError(
+                f"with project=False the model returned {type(each).__name__} instead of the "
+                "factors of its logits: return `OutputFactors`, as `Transformer` does"
+            )
     term = options.term
     passes = term.passes if term else 1
     sums = chunked_cross_entropy(

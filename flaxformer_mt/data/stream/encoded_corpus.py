@@ -117,9 +117,15 @@ class CorpusReport:
             tokens = f"{self.sources.tokens:,} source and {tokens}"
             unknown_tokens += self.sources.unknown_tokens
             all_tokens += self.sources.tokens
-        return f"{self._pairs()}; {tokens}, {unknown_tokens / all_tokens:.2%} unknown"
+        return f"{self.changes()}; {tokens}, {unknown_tokens / all_tokens:.2%} unknown"
 
-    def _pairs(self) -> str:
+    @property
+    def is_changed(self) -> bool:
+        """Whether pairs were dropped or truncated."""
+        return bool(self.dropped or self.truncated)
+
+    def changes(self) -> str:
+        """Returns how many pairs there are, and how many were dropped or truncated, and why."""
         changes = [
             f"{dropped.count:,} {reason} dropped" for reason, dropped in self.dropped.items()
         ]
@@ -131,7 +137,7 @@ class CorpusReport:
 
     def details(self) -> list[str]:
         """Returns the lines about this corpus in the report of a starting run."""
-        lines = [self._pairs()]
+        lines = [self.changes()]
         lines += [f"{reason}: {dropped}" for reason, dropped in self.dropped.items()]
         if self.sources is not None:
             lines.append(f"source: {self.sources}")
