@@ -20,7 +20,7 @@ from flaxformer_mt.config import ExperimentConfig, TransformerConfig
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers, read_tokenizers
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.memory_limits import LESS_ON_DEVICE, explained_exhaustion
-from flaxformer_mt.model.functional import parameter_shapes
+from flaxformer_mt.model.functional import parameter_shapes, with_layer_options
 from flaxformer_mt.runs import atomic, changes, data_file
 from flaxformer_mt.runs.folder import (
     read_config,
@@ -88,6 +88,7 @@ def write_model(
     """
     from flaxformer_mt.runs.checkpoint import on_this_host, write_params
 
+    config = dataclasses.replace(config, model=with_layer_options(config.model))
     params = on_this_host(params)
     shapes = {path: leaf.shape for path, leaf in flatten_dict(params, sep="/").items()}
     _check_shapes(Path(folder), config, tokenizers, shapes)

@@ -20,26 +20,25 @@ from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import SentencePieceT
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers, read_tokenizers
 from flaxformer_mt.decoding.shortlist import require_shortlist
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.model.attention import ATTENTION
 from flaxformer_mt.model.functional import init
-from flaxformer_mt.model.layers import FEED_FORWARD
 from flaxformer_mt.model.logical_axes import require_divisor
 from flaxformer_mt.runs import step_folders
 from flaxformer_mt.runs.folder import ACCEPT, read_config
 from flaxformer_mt.training.devices import make_devices, seed_key
 from flaxformer_mt.training.memory import require_training_memory
-from flaxformer_mt.training.objective import CROSS_ENTROPY
-from flaxformer_mt.training.optimizer import make_schedule
+from flaxformer_mt.training.objective import CROSS_ENTROPY, UserObjective
+from flaxformer_mt.training.optimizer import UserOptimizer, make_optimizer, make_schedule
 from flaxformer_mt.training.parameters import split
 from flaxformer_mt.training.warm_start import require_vocabulary
 
 
-def check_config(config: ExperimentConfig, has_objective: bool = False) -> None:
-    """Checks what needs only the configuration and the devices.
-
-    `has_objective`: whether an objective is given as a function.
-    """
-    if config.train.objective != CROSS_ENTROPY and not has_objective:
+def check_config(
+    config: ExperimentConfig,
+    objective: UserObjective | None = None,
+    optimizer: UserOptimizer | None = None,
+) -> None:
+    """Checks what needs only the configuration, the functions given with it, and the devices."""
+    if config.train.objective != CROSS_ENTROPY and objective is None:
         raise UserError(
             f"train.objective={config.train.objective} is the name of a function: start and "
             "continue the run from Python, with flaxformer_mt.train(config, workdir, "
@@ -48,13 +47,12 @@ def check_config(config: ExperimentConfig, has_objective: bool = False) -> None:
     check_precision(config.model)
     check_devices(config.parallel)
     check_rows(config)
-    make_schedule(config.optimizer, config.model.d_model, config.train.num_steps)
+    schedule = make_schedule(config.optimizer, config.model.d_model, config.train.num_steps)
+    make_optimizer(config.optimizer, schedule, optimizer)
     if config.train.freeze:
         # The sizes of the vocabularies are not known yet.
         model = with_vocabulary_sizes(config.model, 1, 1)
         split(jax.eval_shape(lambda: init(model, seed_key(0))), config.train.freeze)
-    ATTENTION.of(config.model.attention_kind)
-    FEED_FORWARD.of(config.model.feed_forward_kind)
     for name, heads in (
         ("num_heads", config.model.num_heads),
         ("num_kv_heads", config.model.kv_heads),

@@ -31,7 +31,7 @@ from flaxformer_mt.training import continuation, devices, loop, warm_start
 from flaxformer_mt.training.devices import CompiledStep, RunDevices, make_devices, seed_key
 from flaxformer_mt.training.hooks import Hooks, SavedFirst
 from flaxformer_mt.training.objective import UserObjective, make_objective
-from flaxformer_mt.training.optimizer import make_optimizer, make_schedule
+from flaxformer_mt.training.optimizer import UserOptimizer, make_optimizer, make_schedule
 from flaxformer_mt.training.parameters import Params
 from flaxformer_mt.training.reporting import trackers
 from flaxformer_mt.training.reporting.console import ConsoleWriter, is_notebook, make_console
@@ -64,12 +64,14 @@ class Experiment:
     """The parts of an experiment, each of which is made when it is first asked for.
 
     `own_objective`, if given, is minimized instead of that of the configuration, and `own_frozen`
-    is its last argument; `own_schedule` takes the place of the configured learning rates.
+    is its last argument; `own_optimizer` makes the optimizer if the configuration names no built-in
+    one, and `own_schedule` takes the place of the configured learning rates.
     """
 
     start: Start
     own_objective: UserObjective | None = None
     own_frozen: Any = None
+    own_optimizer: UserOptimizer | None = None
     own_schedule: optax.Schedule | None = None
 
     def make(self) -> None:
@@ -114,7 +116,7 @@ class Experiment:
     @functools.cached_property
     def optimizer(self) -> optax.GradientTransformation:
         """The optimizer with its schedule."""
-        return make_optimizer(self.config.optimizer, self.schedule)
+        return make_optimizer(self.config.optimizer, self.schedule, self.own_optimizer)
 
     @functools.cached_property
     def state_shapes(self) -> TrainState:
@@ -184,7 +186,7 @@ class Experiment:
         """
         shapes = self.state_shapes
         if config is not None:
-            optimizer = make_optimizer(config.optimizer, _schedule(config))
+            optimizer = make_optimizer(config.optimizer, _schedule(config), self.own_optimizer)
             shapes = jax.eval_shape(_state_maker(config, optimizer), seed_key(0))
         return devices.abstract(shapes, self.devices.mesh, self.devices.rules)
 

@@ -9,7 +9,7 @@ from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.experiment import checks
 from flaxformer_mt.experiment.fit import Experiment
-from flaxformer_mt.experiment.start import begin
+from flaxformer_mt.experiment.start import begin, recorded
 from flaxformer_mt.interop.exports import exports, summary
 from flaxformer_mt.runs import atomic
 from flaxformer_mt.training.memory import abstract_batch, step_cost
@@ -72,6 +72,7 @@ def dry_run(
     """
     workdir, console = Path(workdir), console or make_console()
     checks.check_one_process("--dry-run")
+    config = recorded(config)
     checks.check_config(config)
     atomic.require_writable(workdir)
     with atomic.temporary_folder() as cache:

@@ -19,9 +19,10 @@ from jaxtyping import Float, Int
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError, first_line
-from flaxformer_mt.model.attention import scaled_dot_product_attention
+from flaxformer_mt.model.attention import ATTENTION, scaled_dot_product_attention
 from flaxformer_mt.model.kernels import fused_attention as kernels
 from flaxformer_mt.model.kernels import gpu_refusal
+from flaxformer_mt.model.layers import FEED_FORWARD
 from flaxformer_mt.model.logical_axes import mesh_device_kind, mesh_platform
 from flaxformer_mt.model.masks import causal_mask, segment_mask
 from flaxformer_mt.model.normalization import has_fused_norm, layer_norm
@@ -54,6 +55,15 @@ def init(config: TransformerConfig | nn.Module, key: Array) -> dict[str, Any]:
     tokens = jnp.zeros((1, 1), jnp.int32)  # No parameter depends on their shape.
     source = tokens if module.config.has_inputs else None
     return module.init(key, source, tokens)["params"]
+
+
+def with_layer_options(config: TransformerConfig) -> TransformerConfig:
+    """Returns a configuration that names all options of registered layers, for a run to record."""
+    return dataclasses.replace(
+        config,
+        attention_kind=ATTENTION.resolved(config.attention_kind),
+        feed_forward_kind=FEED_FORWARD.resolved(config.feed_forward_kind),
+    )
 
 
 @functools.lru_cache(maxsize=64)

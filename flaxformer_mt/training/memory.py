@@ -18,7 +18,7 @@ def require_training_memory(config: ExperimentConfig, run_devices: RunDevices) -
     """Checks that the devices have the memory that a training step needs at the very least.
 
     Counted are parameters (vocabulary sizes of 0 count as 0) and, unless some are frozen, their
-    gradient, the moments of Adam (what Adafactor keeps may be small) and the moving average; and of
+    gradient, the moments of Adam (other optimizers may keep less) and the moving average; and of
     one micro-batch one activation and, unless a kernel keeps them to itself, the attention scores
     of one layer.
 
@@ -27,7 +27,7 @@ def require_training_memory(config: ExperimentConfig, run_devices: RunDevices) -
     """
     model, train = config.model, config.train
     count = model.parameter_count
-    moments = 0 if config.optimizer.kind == "adafactor" else 2
+    moments = {"adam": 2, "adamw": 2, "muon": 1}.get(config.optimizer.kind, 0)
     copies = 1 if train.freeze else 2 + moments + (train.ema_decay > 0)
     stored = copies * count * jnp.dtype(model.param_dtype).itemsize
     rows = config.rows_per_batch // (train.accumulation_steps * row_shards(run_devices.mesh))
