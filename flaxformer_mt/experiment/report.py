@@ -6,6 +6,7 @@ from pathlib import Path
 from rich.console import Console
 
 from flaxformer_mt.config import ExperimentConfig
+from flaxformer_mt.data.stream.pair_fields import TEXT
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.experiment import checks
 from flaxformer_mt.experiment.fit import Experiment
@@ -51,9 +52,10 @@ def export_obstacles(parts: Experiment) -> Iterator[tuple[str, str]]:
 def costs(parts: Experiment) -> Iterator[tuple[str, str]]:
     """Compiles the training step for each shape, and yields what it needs per device."""
     step, state = parts.compile_train_step(), parts.abstract_state()
-    has_inputs, has_links = parts.config.model.has_inputs, bool(parts.config.data.alignments)
+    has_inputs = parts.config.model.has_inputs
+    fields = [name for name in parts.dataset.training.corpora[0].fields if name != TEXT]
     for shape in parts.dataset.training.shapes:
-        batch = parts.devices.abstract_batch(abstract_batch(shape, has_inputs, has_links))
+        batch = parts.devices.abstract_batch(abstract_batch(shape, has_inputs, fields))
         cost = step_cost(step.lower(state, batch).compile(), state, batch)
         rows = f"{shape.rows} x {shape.source_length} and {shape.target_length} tokens"
         yield "step", f"one compilation for {rows}: {cost}"

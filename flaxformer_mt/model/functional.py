@@ -139,6 +139,9 @@ def apply(
         batch = {"encoder_input_tokens": source, "decoder_input_tokens": target}
         logits = fmt.apply(config, params, batch)  # [1, 2, 100]
 
+    The logits are differentiable in reverse mode, by `jax.grad` and `jax.vjp`. Lookups, norms and
+    kernels define their own gradients, so `jax.jvp` raises a TypeError of JAX.
+
     Args:
       config: the model.
       params: from `init`.

@@ -34,9 +34,9 @@ class Sums:
     loss: Array
     """What is minimized, summed over the rows: a scalar, differentiable."""
     weight: Array
-    """What `loss` is divided by: the number of target tokens, or of sentences."""
+    """What `loss` is divided by: the weights of target tokens, or the number of sentences."""
     tokens: Array
-    """The number of target tokens, for reports of speed."""
+    """The number of target tokens, whatever their weights, for reports of speed."""
     metrics: Metrics = flax.struct.field(default_factory=dict)  # further sums to report
 
 
@@ -157,17 +157,14 @@ def sums_of_factors(
     sums = chunked_cross_entropy(
         factors, rows.decoder_target_tokens, rows.decoder_loss_weights, options, teacher
     )
-    tokens = sums.weights / passes
+    weight, work = sums.weights / passes, work_of_batch(batch)
     metrics: Metrics = {
-        "loss": (sums.loss / passes, tokens),
-        "accuracy": (sums.correct / passes, tokens),
-        "flops_per_target_token": (
-            passes * training_flops(config, work_of_batch(batch)),
-            tokens,
-        ),
+        "loss": (sums.loss / passes, weight),
+        "accuracy": (sums.correct / passes, weight),
+        "flops_per_target_token": (passes * training_flops(config, work), work.targets),
     }
     if term is not None and sums.term is not None:
-        metrics[term.name] = (sums.term, tokens)
+        metrics[term.name] = (sums.term, weight)
     if sums.z_loss is not None:
-        metrics["z_loss"] = (sums.z_loss / passes, tokens)
-    return Sums(sums.objective, tokens, tokens, metrics)
+        metrics["z_loss"] = (sums.z_loss / passes, weight)
+    return Sums(sums.objective, weight, work.targets, metrics)

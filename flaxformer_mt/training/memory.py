@@ -1,14 +1,16 @@
 """The memory of a training step: what it needs at least, and what its compiled program takes."""
 
-import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from flaxformer_mt.config import ExperimentConfig
-from flaxformer_mt.data.stream.batches import Batch, BatchShape
+from flaxformer_mt.config import ExperimentConfig, TransformerConfig
+from flaxformer_mt.data.stream.batches import Batch, BatchShape, packed_batch
+from flaxformer_mt.data.stream.packing import Sentences, TokenPairs
 from flaxformer_mt.data.stream.placement import row_shards
 from flaxformer_mt.memory_limits import device_memory, require_memory
 from flaxformer_mt.training.devices import RunDevices
@@ -92,21 +94,15 @@ def step_cost(compiled: Any, state: Any, batch: Batch) -> StepCost:
     )
 
 
-def abstract_batch(
-    shape: BatchShape, has_inputs: bool = True, has_alignment: bool = False
-) -> Batch:
-    """Returns the shapes and dtypes of the arrays of a batch of all processes."""
-    source: Any = jax.ShapeDtypeStruct((shape.rows, shape.source_length), jnp.int32)
-    target: Any = jax.ShapeDtypeStruct((shape.rows, shape.target_length), jnp.int32)
-    weights: Any = jax.ShapeDtypeStruct(target.shape, jnp.float32)
-    links: Any = jax.ShapeDtypeStruct((*target.shape, shape.source_length), jnp.float32)
-    arrays: dict[str, Any] = {
-        field.name: target if field.name.startswith("decoder") else source if has_inputs else None
-        for field in dataclasses.fields(Batch)
-    }
-    arrays["decoder_loss_weights"] = weights
-    arrays["alignment"] = links if has_alignment else None
-    return Batch(**arrays)
+def abstract_batch(shape: BatchShape, has_inputs: bool = True, fields: Sequence[str] = ()) -> Batch:
+    """Returns the shapes and dtypes of the arrays of a batch of all processes.
+
+    `fields` are the names of what its pairs have beside their texts, see `pair_fields`.
+    """
+    empty = Sentences.from_lists([])
+    pairs = TokenPairs(empty if has_inputs else None, empty, dict.fromkeys(fields, empty))
+    batch = packed_batch(pairs, np.zeros(shape.rows, np.int64), shape, TransformerConfig())
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch)
 
 
 def bytes_on_a_device(tree: Any) -> int:

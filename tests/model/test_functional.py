@@ -169,6 +169,12 @@ def test_the_tests_check_annotated_shapes():
         functional.fused_attention(q, k, k)
 
 
+def test_forward_mode_is_refused_as_the_docstring_says():
+    params = params_of(CONFIG)
+    with pytest.raises(TypeError, match=r"forward-mode autodiff \(jvp\)"):
+        jax.jvp(lambda params: functional.apply(CONFIG, params, BATCH), (params,), (params,))
+
+
 class _WithLogits(nn.Module):
     """A model that returns logits only."""
 
