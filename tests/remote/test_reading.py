@@ -120,13 +120,15 @@ def test_a_command_reads_urls_as_local_paths(name, published_run, tmp_path, capf
         printed, _ = capfd.readouterr()
         for key, value in values:
             printed = printed.replace(value, key)
-        return code, printed, dict.fromkeys(contents(out)) if out.exists() else {}
+        # Orbax gives the files of arrays random names; their number varies.
+        written = {name for name in contents(out) if "/d/" not in name} if out.exists() else set()
+        return code, printed, written
 
     expected = run(str(folder), str(files), tmp_path / "expected")
     assert expected[0] == 0
     found = run(url, store, tmp_path / "found")
     assert found[:2] == expected[:2]
-    assert len(found[2]) == len(expected[2])
+    assert found[2] == expected[2]
     assert (objects(url), objects(store)) == before
 
 
@@ -161,6 +163,8 @@ def test_a_file_of_the_web(tmp_path, monkeypatch):
         finally:
             server.shutdown()
             thread.join()
+    with pytest.raises(UserError, match=f"^{url}/text.de cannot be used: "):
+        reading.local(f"{url}/text.de", as_it_is_now=True)
 
 
 def test_a_cache_that_others_may_write_to_is_refused(s3_url, tmp_path):
