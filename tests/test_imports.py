@@ -51,6 +51,7 @@ ALLOWED = {
         "data.tokenizers",
         "decoding",
         "interop",
+        "model.functional",
         "plotting",
         "presets",
         "run_reader",

@@ -86,6 +86,9 @@ class DataConfig(Checked):
     """The columns of source and target, by name or by number from 1; further ones are ignored. By
     default the columns that a header names after the two languages, or else the only two columns.
     Nested JSON members are written with a dot: translation.en."""
+    pair_columns: tuple[str, ...] = option((), FieldRole.TEXT)
+    """Columns of numbers of the training pairs, each as NAME=COLUMN. weight=COLUMN has the weight
+    of each pair in the loss; the others are given to the objective, as `Batch.columns`."""
     quoting: Quoting = option("auto", FieldRole.TEXT)
     """Whether cells of tables may be in quotes, in which quotes are doubled. csv: they may; none:
     quotes are text; auto: in .csv files, and in tab-separated ones that a program for CSV wrote."""
@@ -212,6 +215,11 @@ class DataConfig(Checked):
     def splits_words(self) -> bool:
         """Whether a word may be several tokens."""
         return self.tokenizer != "word" or bool(self.tokenizer_path)
+
+    @property
+    def columns_of_pairs(self) -> dict[str, str]:
+        """The columns of `pair_columns` by name."""
+        return {name: column for name, _, column in (e.partition("=") for e in self.pair_columns)}
 
     @property
     def is_generated(self) -> bool:

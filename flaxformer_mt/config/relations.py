@@ -132,8 +132,17 @@ def _held_out_elsewhere(config: Any) -> str:
     return ""
 
 
+_PAIR_COLUMN = re.compile(r"(?!(source|target)=)[^\W\d]\w*=.+")
+
 DATA: tuple[Relation, ...] = (
     *COLUMNS,
+    (
+        lambda c: (
+            len(c.columns_of_pairs) < len(c.pair_columns)
+            or not all(map(_PAIR_COLUMN.fullmatch, c.pair_columns))
+        ),
+        "{pair_columns}: must be NAME=COLUMN, with other names than source and target: weight=3",
+    ),
     (
         lambda c: c.subword_sampling and not c.splits_words,
         "{subword_sampling} needs data.tokenizer=bpe or unigram",

@@ -21,36 +21,34 @@ from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import SentencePieceT
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers, read_tokenizers
 from flaxformer_mt.errors import UserError, prefixed
 from flaxformer_mt.input_files import open_regular
-from flaxformer_mt.model.attention import ATTENTION
 from flaxformer_mt.model.functional import init
-from flaxformer_mt.model.layers import FEED_FORWARD
 from flaxformer_mt.runs import step_folders
 from flaxformer_mt.runs.folder import ACCEPT, read_config
 from flaxformer_mt.training.devices import make_devices, seed_key
 from flaxformer_mt.training.memory import require_training_memory
-from flaxformer_mt.training.objective import CROSS_ENTROPY
-from flaxformer_mt.training.optimizer import make_schedule
+from flaxformer_mt.training.objective import CROSS_ENTROPY, UserObjective
+from flaxformer_mt.training.optimizer import UserOptimizer, make_optimizer, make_schedule
 from flaxformer_mt.training.parameters import split
 
 
-def check_config(config: ExperimentConfig, has_objective: bool = False) -> None:
-    """Checks what needs only the configuration and the devices.
-
-    `has_objective`: whether an objective is given as a function.
-    """
+def check_config(
+    config: ExperimentConfig,
+    objective: UserObjective | None = None,
+    optimizer: UserOptimizer | None = None,
+) -> None:
+    """Checks what needs only the configuration, the functions given with it, and the devices."""
     model, train = config.model, config.train
-    if train.objective != CROSS_ENTROPY and not has_objective:
+    if train.objective != CROSS_ENTROPY and objective is None:
         raise UserError(
             f"train.objective={train.objective} is the name of a function: start and "
             "continue the run from Python, with flaxformer_mt.train(config, workdir, "
             "objective=FUNCTION)"
         )
-    ATTENTION.of(model.attention_kind)
-    FEED_FORWARD.of(model.feed_forward_kind)
     check_precision(model)
     check_devices(config.parallel)
     make_devices(config.parallel)
-    make_schedule(config.optimizer, model.d_model, train.num_steps)
+    schedule = make_schedule(config.optimizer, model.d_model, train.num_steps)
+    make_optimizer(config.optimizer, schedule, optimizer)
     if train.freeze:
         # The sizes of the vocabularies are not known yet.
         initialize = functools.partial(init, with_vocabulary_sizes(model, 1, 1))

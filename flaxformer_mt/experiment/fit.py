@@ -31,7 +31,7 @@ from flaxformer_mt.training import continuation, devices, loop
 from flaxformer_mt.training.devices import CompiledStep, RunDevices, make_devices, seed_key
 from flaxformer_mt.training.hooks import Hooks, SavedFirst
 from flaxformer_mt.training.objective import UserObjective, make_objective
-from flaxformer_mt.training.optimizer import make_optimizer, make_schedule
+from flaxformer_mt.training.optimizer import UserOptimizer, make_optimizer, make_schedule
 from flaxformer_mt.training.parameters import Params
 from flaxformer_mt.training.reporting import trackers
 from flaxformer_mt.training.reporting.console import ConsoleWriter, is_notebook, make_console
@@ -54,12 +54,14 @@ class Experiment:
     """The parts of an experiment, each of which is made when it is first asked for.
 
     `own_objective`, if given, is minimized instead of that of the configuration, and `own_frozen`
-    is its last argument; `own_schedule` takes the place of the configured learning rates.
+    is its last argument; `own_optimizer` makes the optimizer if the configuration names no built-in
+    one, and `own_schedule` takes the place of the configured learning rates.
     """
 
     start: Start
     own_objective: UserObjective | None = None
     own_frozen: Any = None
+    own_optimizer: UserOptimizer | None = None
     own_schedule: optax.Schedule | None = None
 
     def make(self) -> None:
@@ -107,7 +109,7 @@ class Experiment:
     @functools.cached_property
     def optimizer(self) -> optax.GradientTransformation:
         """The optimizer with its schedule."""
-        return make_optimizer(self.config.optimizer, self.schedule)
+        return make_optimizer(self.config.optimizer, self.schedule, self.own_optimizer)
 
     @property
     def _make_state(self) -> Callable[[jax.Array], TrainState]:
@@ -287,7 +289,8 @@ def state_to_go_on_from(
     if continuation.begins_epoch(pending):
         announce("the data begin with a new epoch")
     before = changes.before(experiment.config, pending)
-    earlier, like = continuation.earlier_state(before, experiment.devices), experiment.state_shapes
+    like, own_optimizer = experiment.state_shapes, experiment.own_optimizer
+    earlier = continuation.earlier_state(before, experiment.devices, own_optimizer)
     if not continuation.keeps_optimizer(earlier, like):
         announce("the optimizer's state begins anew, but for its count of updates")
     state, saved = checkpoints.restore(earlier)

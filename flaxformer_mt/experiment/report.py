@@ -6,10 +6,11 @@ from pathlib import Path
 from rich.console import Console
 
 from flaxformer_mt.config import ExperimentConfig
+from flaxformer_mt.data.stream.pair_fields import TEXT
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.experiment import checks
 from flaxformer_mt.experiment.fit import Experiment
-from flaxformer_mt.experiment.start import begin
+from flaxformer_mt.experiment.start import begin, recorded
 from flaxformer_mt.interop.exports import exports, summary
 from flaxformer_mt.runs import atomic
 from flaxformer_mt.training.memory import abstract_batch, step_cost
@@ -51,9 +52,10 @@ def export_obstacles(parts: Experiment) -> Iterator[tuple[str, str]]:
 def costs(parts: Experiment) -> Iterator[tuple[str, str]]:
     """Compiles the training step for each shape, and yields what it needs per device."""
     step, state = parts.compiled_step, parts.state_shapes
-    has_inputs, has_links = parts.config.model.has_inputs, bool(parts.config.data.alignments)
+    has_inputs = parts.config.model.has_inputs
+    fields = [name for name in parts.dataset.training.corpora[0].fields if name != TEXT]
     for shape in parts.dataset.training.shapes:
-        batch = parts.devices.abstract_batch(abstract_batch(shape, has_inputs, has_links))
+        batch = parts.devices.abstract_batch(abstract_batch(shape, has_inputs, fields))
         cost = step_cost(step.lower(state, batch).compile(), state, batch)
         rows = f"{shape.rows} x {shape.source_length} and {shape.target_length} tokens"
         yield "step", f"one compilation for {rows}: {cost}"
@@ -72,6 +74,7 @@ def dry_run(
     """
     workdir, console = Path(workdir), console or make_console()
     checks.check_one_process("--dry-run")
+    config = recorded(config)
     checks.check_config(config)
     atomic.require_writable(workdir)
     with atomic.temporary_folder() as cache:

@@ -15,10 +15,14 @@ from flaxformer_mt.data.stream.token_store import has_parts
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers, read_tokenizers
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.experiment import checks
+from flaxformer_mt.model.functional import with_layer_options
 from flaxformer_mt.runs import atomic
 from flaxformer_mt.runs import folder as run_folder
 from flaxformer_mt.runs.data_file import HOLD_OUT, TOKENIZER
+from flaxformer_mt.runs.identity import name_of
 from flaxformer_mt.runs.layout import CACHE, CONFIG, CONTENT
+from flaxformer_mt.training.objective import CROSS_ENTROPY, UserObjective
+from flaxformer_mt.training.optimizer import UserOptimizer, with_optimizer
 from flaxformer_mt.training.warm_start import WarmStart
 
 
@@ -75,6 +79,27 @@ class Start:
     text: RunText
     tokenizers: Tokenizers
     is_new: bool
+
+
+def recorded(
+    given: ExperimentConfig,
+    objective: UserObjective | None = None,
+    optimizer: UserOptimizer | None = None,
+) -> ExperimentConfig:
+    """Returns a configuration that names functions given with it, and all options of layers.
+
+    Raises:
+      TypeError: `optimizer` does not make an optimizer.
+      UserError: a function has no name, or that of a built-in one; a layer is not registered.
+    """
+    train, own = given.train, given.optimizer
+    if objective is not None:
+        name = name_of(objective, "objective", [CROSS_ENTROPY])
+        train = dataclasses.replace(train, objective=name)
+    if optimizer is not None:
+        own = with_optimizer(own, optimizer)
+    model = with_layer_options(given.model)
+    return dataclasses.replace(given, model=model, train=train, optimizer=own)
 
 
 def begin(

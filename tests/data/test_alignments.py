@@ -148,7 +148,7 @@ def test_without_alignments_batches_and_stores_have_none(tmp_path):
     write(tmp_path / "text", pairs, [""])
     config = configuration(tmp_path / "text", "")
     stores, _ = opened(tmp_path, config)
-    assert stores[0].links is None
+    assert not stores[0].fields
     batch, _ = TrainingStream(stores, config).read(DataPosition())
     assert batch.alignment is None
     assert not [*(tmp_path / "cache").rglob("links.*")]
@@ -163,7 +163,7 @@ def test_changed_links_make_the_store_again(tmp_path, caplog):
     path.write_text("0-0\n")
     (after,), _ = opened(tmp_path, configuration(folder, path))
     assert "the text changed" in caplog.text
-    assert len(before.links.tokens) > len(after.links.tokens) > 0
+    assert len(before.fields["links"].tokens) > len(after.fields["links"].tokens) > 0
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_a_vocabulary_with_other_words_than_the_text_gives_no_links(tmp_path, ca
         (store,), _ = opened(tmp_path, configuration(tmp_path / "text", path))
     assert "1 of 2 pairs have no links" in caplog.text
     assert "train.align, line 2" in caplog.text
-    assert store.links.lengths.tolist()[1] == 0
+    assert store.fields["links"].lengths.tolist()[1] == 0
     path = write(tmp_path / "text", pairs[1:], ["0-0"])
     with pytest.raises(UserError, match="1 of 1 pairs have no links"):
         opened(tmp_path, configuration(tmp_path / "text", path))

@@ -40,7 +40,7 @@ def phrases(kind="bpe"):
     texts = Sentences.from_texts(text.sources)
 
     def repeated(count, weight):
-        pairs = TokenPairs(corpus.sources, corpus.targets, texts=texts)
+        pairs = TokenPairs(corpus.sources, corpus.targets, {"text": texts})
         pairs = pairs.take(np.arange(count) % len(texts))
         return dataclasses.replace(corpus, **vars(pairs), weight=weight)
 
@@ -115,7 +115,7 @@ def test_mapped_corpora_are_mapped_by_workers(tmp_path):
     with block_workers._file_with(stream._arguments[0]) as file:
         size = file.seek(0, os.SEEK_END)
     tokens = sum(len(corpus.sources.tokens) + len(corpus.targets.tokens) for corpus in corpora)
-    texts = sum(corpus.texts.tokens.nbytes for corpus in corpora)
+    texts = sum(corpus.fields["text"].tokens.nbytes for corpus in corpora)
     offsets = 8 * 3 * 23_000
     assert texts + offsets < size < texts + offsets + tokens
     chex.assert_trees_all_equal(read(stream, 5), expected)

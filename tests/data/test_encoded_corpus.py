@@ -34,7 +34,7 @@ def test_every_pair_is_kept_whatever_its_length():
     assert texts(encoded.targets) == CORPUS.targets
     np.testing.assert_array_equal(encoded.sources.lengths, [3, 1, 6, 2, 1])
     assert encoded.name == "digits"
-    assert encoded.texts is None
+    assert not encoded.fields
 
 
 def test_the_report_describes_both_sides():

@@ -69,7 +69,7 @@ def test_a_store_contains_the_tokens_of_the_kept_pairs(tmp_path, monkeypatch):
     assert stored.report.pairs == 6
     assert stored.report.dropped["empty side"].count == 1
     assert stored.report.targets == wanted.report.targets
-    assert stored.texts is None
+    assert not stored.fields
     assert not stored.targets.tokens.flags.owndata
 
 
@@ -191,7 +191,7 @@ def test_one_process_verifies_for_all(tmp_path):
 @pytest.mark.parametrize(
     "name",
     [
-        "source.tokens", "source.offsets", "target.tokens", "target.offsets", "text.bytes",
+        "source.tokens", "source.offsets", "target.tokens", "target.offsets", "text.values",
         "text.offsets", "seen.hashes", "store.json", "manifest.json",
     ],
 )  # fmt: skip
@@ -325,7 +325,8 @@ def test_duplicates_are_found_across_corpora(tmp_path, caplog):
 def test_texts_are_stored_for_sampling(tmp_path):
     config = with_data(subword_sampling=0.1)
     (stored,) = open_stores(tmp_path, [CORPUS], TOKENIZERS, config)
-    sources = [stored.texts[index].tobytes().decode() for index in range(len(stored.texts))]
+    stored_texts = stored.fields["text"]
+    sources = [stored_texts[index].tobytes().decode() for index in range(len(stored_texts))]
     assert sources == [text for text in CORPUS.sources if text]
 
 
@@ -335,7 +336,7 @@ def test_a_language_model_has_targets_only(tmp_path):
     )
     corpus = ParallelCorpus(["", ""], ["a b", ""], "text")
     (stored,) = open_stores(tmp_path, [corpus], TOKENIZERS, config)
-    assert stored.sources is stored.texts is stored.report.sources is None
+    assert stored.sources is stored.report.sources is None
     assert texts(stored.targets) == ["a b"]
 
 

@@ -1,10 +1,12 @@
 """Rows of files: where each of them was read, and what becomes of malformed ones."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, cast
+from types import MappingProxyType
+from typing import Any, NamedTuple, cast
 
 from flaxformer_mt.errors import UserError
 
@@ -24,15 +26,17 @@ class Row(tuple[str, str]):
       path: the file; of parallel files, the first. None if the texts are not of a file.
       number: number of the first line of the row, from 1; of a Parquet file or a prepared data set,
         of the row itself.
+      fields: what the row has beside its texts, by the name of its `PairField`.
     """
 
     path: Path | None = None
     number: int = 0
+    fields: Mapping[str, Any] = MappingProxyType({})
 
 
 def with_location(texts: tuple[str, str], row: tuple[str, ...]) -> tuple[str, str]:
-    """Returns texts with the location of a row, if it has one."""
-    return located(texts, row.path, row.number) if isinstance(row, Row) else texts
+    """Returns texts with the location and the fields of a row, if it has them."""
+    return located(texts, row.path, row.number, row.fields) if isinstance(row, Row) else texts
 
 
 def location_of(texts: tuple[str, ...], number: int) -> str:
@@ -53,11 +57,25 @@ def _unit(path: Path | str | None) -> str:
     return "row" if str(path).lower().endswith(".parquet") else "line"
 
 
-def located(texts: Iterable[str], path: Path | None, number: int) -> Row:
-    """Returns texts as a row with its location."""
+def located(
+    texts: Iterable[str], path: Path | None, number: int, fields: Mapping[str, Any] = Row.fields
+) -> Row:
+    """Returns texts as a row with its location and its fields."""
     row = Row(cast(tuple[str, str], texts))
-    row.path, row.number = path, number
+    row.path, row.number, row.fields = path, number, fields
     return row
+
+
+def with_field(row: tuple[str, str], name: str, value: Any) -> Row:
+    """Returns a row with one more field."""
+    known = row if isinstance(row, Row) else Row(row)
+    return located(known, known.path, known.number, {**known.fields, name: value})
+
+
+COLUMN = "column."
+"""What the names of fields that are columns of numbers begin with."""
+WEIGHT = f"{COLUMN}weight"
+"""The field of the weights of pairs in the loss."""
 
 
 class Fault(NamedTuple):
@@ -72,6 +90,21 @@ class Fault(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.kind}{self.detail}{self.advice and f'; {self.advice}'}"
+
+
+def numbers_of(names: Iterable[str], cells: Iterable[str]) -> dict[str, float] | Fault:
+    """Returns the numbers in cells of a row, by the names of their columns."""
+    numbers = {}
+    for name, cell in zip(names, cells, strict=True):
+        field = COLUMN + name
+        try:
+            numbers[field] = float(cell)
+        except ValueError:
+            numbers[field] = math.nan
+        if not math.isfinite(numbers[field]) or (field == WEIGHT and numbers[field] < 0):
+            kind = "not a weight, a number from 0 on," if field == WEIGHT else "not a number"
+            return Fault(kind, f": {cell[:40]!r} in the column of {name!r}")
+    return numbers
 
 
 def decoded(text: bytes, whole: str = "text") -> str | Fault:

@@ -26,6 +26,9 @@ CHUNK_PAIRS, CHUNKED_PAIRS = 1024, 2**20
 """Number of neighboring pairs that stay in one window, and the size of a corpus from which on they
 do: a large store is read in long runs. The pairs of smaller ones are shuffled individually."""
 
+TOO_LONG = "longer than a row"
+"""The reason of pairs that are dropped for their length."""
+
 _PERMUTATION, _WINDOW = 0, 4  # Keys of random number generators.
 _SMALL_PERMUTATION = 1024  # Size up to which the whole permutation is made.
 
@@ -233,7 +236,7 @@ def select_pairs(corpus: EncodedCorpus, config: DataConfig) -> tuple[EncodedCorp
         return dataclasses.replace(corpus, report=report), too_long[:0]
     if len(too_long) == count:
         raise UserError(f"{problem}; raise it, or set data.long_sentences to truncate")
-    return corpus.without("longer than a row", example, too_long), too_long
+    return corpus.without(TOO_LONG, example, too_long), too_long
 
 
 def _row_lengths(config: DataConfig) -> str:

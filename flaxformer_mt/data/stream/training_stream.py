@@ -36,7 +36,7 @@ from flaxformer_mt.data.stream.batches import (
     packed_shape,
 )
 from flaxformer_mt.data.stream.block_workers import BlockWorkers, default_workers
-from flaxformer_mt.data.stream.blocks import Block, BlockMaker
+from flaxformer_mt.data.stream.blocks import Block, BlockMaker, Curriculum
 from flaxformer_mt.data.stream.encoded_corpus import EncodedCorpus
 from flaxformer_mt.data.stream.mixture import generator, select_pairs
 from flaxformer_mt.data.stream.packing import TokenPairs, plan_rows
@@ -142,6 +142,7 @@ class TrainingStream:
       config: the experiment.
       sampler: the vocabulary of the sources, for `data.subword_sampling`.
       identity: a JSON object of all that the batches depend on, which positions carry.
+      curriculum: how often each pair is used in an epoch; by default once.
     """
 
     def __init__(
@@ -150,6 +151,7 @@ class TrainingStream:
         config: ExperimentConfig,
         sampler: Tokenizer | None = None,
         identity: str = "",
+        curriculum: Curriculum | None = None,
     ) -> None:
         self.start = DataPosition(stream=identity)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "blocks")
@@ -164,7 +166,7 @@ class TrainingStream:
         self.corpora = tuple(corpus for corpus, _ in selected)
         self.shapes = _shapes(self.corpora, config)
         dropped = [pairs for _, pairs in selected]
-        self._arguments = (corpora, dropped, self.shapes, config, sampler)
+        self._arguments = (corpora, dropped, self.shapes, config, sampler, curriculum)
         self._maker = BlockMaker(*self._arguments)
         self._mixture = self._maker.mixture
         self.pairs = self._mixture.size(0)
