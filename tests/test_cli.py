@@ -23,10 +23,9 @@ from flaxformer_mt.data.corpora.corpus import ParallelCorpus, open_corpora
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.decoding.line_format import read_sentence
 from flaxformer_mt.decoding.scoring.scorer import Scorer
-from flaxformer_mt.decoding.shortlist import Shortlist
 from flaxformer_mt.decoding.translator import Sentence, Translator
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.evaluation import compare, evaluate
+from flaxformer_mt.evaluation import compare
 from flaxformer_mt.exit_codes import ExitCode
 from flaxformer_mt.runs.checkpoint import Checkpoints, write_params
 from flaxformer_mt.runs.folder import write_run
@@ -201,38 +200,7 @@ def test_every_line_has_one_translation(run, command):
         assert out.count("\n") == len(out.splitlines()) == len(AWKWARD)
 
 
-@pytest.mark.slow  # Decided by tests/decoding/test_sentence_splitting.py.
-def test_a_line_of_a_million_characters_is_translated(run, command):
-    line = "Hund bellt " * 90_000 + "x" * 10_000
-    code, out, err = command(
-        "translate", "--run", run, "--beam-size", "1", "--max-length", "1",
-        "--max-source-length", "32", "--batch-tokens", "8192",
-        stdin=f"ein\n{line}\nHund\n".encode(),
-    )  # fmt: skip
-    assert (code, err) == (0, "")
-    first, middle, last, end = out.split("\n")
-    assert end == ""
-    assert len(middle) > 5_000 > len(first) + len(last)
-
-
 START = "import sys; from flaxformer_mt.cli import main; sys.exit(main())"
-
-
-@pytest.mark.slow
-def test_a_line_is_translated_before_the_next_arrives(run):
-    reading, writing = os.pipe()
-    with subprocess.Popen(
-        [sys.executable, "-c", START, "translate", "--run", run, "--beam-size", "1"],
-        stdin=reading,
-        stdout=subprocess.PIPE,
-    ) as process:
-        os.close(reading)
-        for _ in range(2):
-            os.write(writing, b"Hund\n")
-            assert process.stdout.readline().endswith(b"\n")
-        os.close(writing)
-        assert process.stdout.read() == b""
-        assert process.wait() == 0
 
 
 def test_lines_that_are_written_to_a_pipe_are_not_held_back(tmp_path):
@@ -260,22 +228,6 @@ def test_score_prints_one_log_probability_per_line(run, command, tmp_path):
     assert [float(line) for line in out.splitlines()] == pytest.approx(
         [score.log_probability for score in scores], abs=1e-6
     )
-
-
-def test_evaluate_prints_json(run, command, tmp_path):
-    sources, references = sentences(4, longest=2), sentences(4, seed=5)
-    code, out, _ = command(
-        "evaluate", "--run", run,
-        "--source", write(tmp_path / "source", sources),
-        "--reference", write(tmp_path / "reference", references),
-    )  # fmt: skip
-    metrics = evaluate(Translator.from_run(run).translate(sources), references)
-    assert code == 0
-    rounded = {
-        name: round(value, 4) if isinstance(value, float) else value
-        for name, value in metrics.items()
-    }
-    assert json.loads(out) == {"step": 1, "sentences": 4, **rounded}
 
 
 def test_evaluate_compares_a_run_with_a_baseline_and_keeps_its_translations(run, command, tmp_path):
@@ -331,13 +283,6 @@ def test_evaluate_without_files_takes_the_test_split_of_the_run(run, command, tm
     assert_rejected(refused, "has no test split")
 
 
-def test_version(capsys):
-    with pytest.raises(SystemExit) as exit_info:
-        main(["--version"])
-    assert exit_info.value.code == 0
-    assert capsys.readouterr().out == f"flaxformer-mt {flaxformer_mt.__version__}\n"
-
-
 def test_the_package_is_the_command_line():
     command = [sys.executable, "-m", "flaxformer_mt", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -365,13 +310,6 @@ def test_inspect_shows_what_there_is(tmp_path, command):
     lines = command("inspect", "--run", tmp_path / "imported")[1].splitlines()
     assert "None" not in "\n".join(lines)
     assert lines[:2] == ["step: 0", "checkpoints.0: not validated"]
-
-
-def test_unknown_options_are_rejected_with_a_suggestion(run, capsys):
-    with pytest.raises(SystemExit) as exit_info:
-        main(["translate", "--run", str(run), "--beem-size", "4"])
-    assert exit_info.value.code == 2
-    assert "--beam-size" in capsys.readouterr().err
 
 
 def test_help_shows_the_defaults_of_the_run(run, capsys):
@@ -580,23 +518,6 @@ def test_help_does_not_import_jax():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
     assert b"--beam-size" in result.stdout
-
-
-@pytest.mark.slow
-def test_shortlist_reads_the_output_of_lexicon(run, command, tmp_path):
-    text, lexicon = tmp_path / "text", tmp_path / "lex.gz"
-    text.write_text("\n".join(LINES))
-    both = ("--source", str(text), "--target", str(text))
-    code, _, error = command("lexicon", "--run", str(run), *both, "--output", str(lexicon))
-    assert (code, error.count("\n")) == (0, 1)
-    options = ("--shortlist", str(lexicon), "--shortlist-first", "0", "--shortlist-best", "1")
-    form = ("--format", "jsonl", "--tokens")
-    code, output, _ = command("translate", "--run", str(run), *options, *form, stdin=b"Hund")
-    assert code == 0
-    tokenizers = Tokenizers.load(run / "tokenizer")
-    shortlist = Shortlist.read(lexicon, tokenizers, first=0, best=1)
-    allowed = shortlist.allowed(tokenizers.source.encode(["Hund"])[0])
-    assert set(json.loads(output)["translations"][0]["tokens"]) <= set(allowed.tolist())
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -1,13 +1,9 @@
 """The instrument of `benchmarks/accelerators.py`, on small parts of real programs."""
 
-import json
-
 import pytest
 
-from benchmarks.compiled.modules import groups
 from benchmarks.compiled.program import collectives, parse, sent_bytes
 from benchmarks.compiled.roofline import kernels
-from flaxformer_mt.accelerators import ACCELERATORS
 
 GPU = """\
 HloModule jit_step, is_scheduled=true
@@ -68,53 +64,6 @@ backend_config={"collective_backend_config":{"is_sync":true}}
   ROOT %out = f32[8,4]{1,0} fusion(%a, %b), kind=kCustom, calls=%gemm
 }
 """
-TPU = """\
-HloModule jit_step, is_scheduled=true
-
-%async_collective_fusion.1 (x: s32[2,4], y: bf16[8,8]) -> s32[8,4] {
-  %x = s32[2,4]{1,0:T(2,128)} parameter(0)
-  %y = bf16[8,8]{1,0:T(8,128)(2,1)} parameter(1)
-  ROOT %gather = s32[8,4]{1,0:T(8,128)} all-gather(%x), channel_id=7, \
-replica_groups=mesh['a'=4,'b'=1] {'a'}, dimensions={0}
-}
-
-%async_collective_fusion.2 (x: s32[2,4], y: bf16[8,8]) -> s32[8,4] {
-  %x = s32[2,4]{1,0:T(2,128)} parameter(0)
-  %y = bf16[8,8]{1,0:T(8,128)(2,1)} parameter(1)
-  ROOT %gather = s32[8,4]{1,0:T(8,128)} all-gather(%x), channel_id=7, \
-replica_groups=mesh['a'=4,'b'=1] {'a'}, dimensions={0}
-}
-
-%body (state: (s32[], bf16[4,32,8,16,64])) -> (s32[], bf16[4,32,8,16,64]) {
-  %state = (s32[]{:T(128)}, bf16[32,8,16,64]{3,2,1,0:T(8,128)(2,1)}) parameter(0)
-  %i = s32[]{:T(128)} get-tuple-element(%state), index=0
-  %q = bf16[32,8,16,64]{3,2,1,0:T(8,128)(2,1)} get-tuple-element(%state), index=1
-  %k = bf16[32,8,16,64]{3,2,1,0:T(8,128)(2,1)S(1)} copy(%q)
-  %scores = f32[32,8,16,16]{3,2,1,0:T(8,128)S(1)} convolution(%q, %k), \
-window={size=32x8 stride=31x7 lhs_dilate=32x8}, dim_labels=01bf_01oi->01bf, \
-metadata={op_name="jit(step)/transpose(jvp(Transformer))/Transformer._encode/encoder/while/body/\
-closed_call/layers/self_attention/dot_general"}
-  ROOT %next = (s32[]{:T(128)}, bf16[32,8,16,64]{3,2,1,0:T(8,128)(2,1)}) tuple(%i, %q)
-}
-
-%condition (state.1: (s32[], bf16[4,32,8,16,64])) -> pred[] {
-  %limit = s32[]{:T(128)} constant(3)
-  %state.1 = (s32[]{:T(128)}, bf16[32,8,16,64]{3,2,1,0:T(8,128)(2,1)}) parameter(0)
-  %i.1 = s32[]{:T(128)} get-tuple-element(%state.1), index=0
-  ROOT %less = pred[]{:T(512)} compare(%i.1, %limit), direction=LT
-}
-
-ENTRY %main (x: s32[2,4], y: bf16[8,8], s: (s32[], bf16[4,32,8,16,64])) -> s32[8,4] {
-  %x = s32[2,4]{1,0:T(2,128)} parameter(0)
-  %y = bf16[8,8]{1,0:T(8,128)(2,1)} parameter(1)
-  %s = (s32[]{:T(128)}, bf16[32,8,16,64]{3,2,1,0:T(8,128)(2,1)}) parameter(2)
-  %loop = (s32[]{:T(128)}, bf16[32,8,16,64]{3,2,1,0:T(8,128)(2,1)}) while(%s), \
-condition=%condition, body=%body
-  %start = s32[8,4]{1,0:T(8,128)} fusion(%x, %y), kind=kCustom, calls=%async_collective_fusion.1
-  ROOT %done = s32[8,4]{1,0:T(8,128)} fusion(%x, %y), kind=kCustom, \
-calls=%async_collective_fusion.2
-}
-"""
 
 
 def by_name(text):
@@ -133,43 +82,6 @@ def test_kernels_of_a_gpu():
     assert found["out"].bytes == 2 * (8 * 16 + 16 * 4) + 4 * 8 * 4
     assert found["out"].kind == "matmul"
     assert found["out"].source.endswith("feed_forward/hidden/dot_general")  # of what is inside
-
-
-def test_kernels_of_a_tpu():
-    found = by_name(TPU)
-    size = 32 * 8 * 16 * 64 * 2
-    # The loop has no known trip count, and the dilated window is two batch axes.
-    assert found["scores"].times == 3
-    assert found["scores"].flops == 3 * 2 * 32 * 8 * 16 * 16 * 64
-    # `k` and the scores stay in the memory of the core.
-    assert found["k"].bytes == found["scores"].bytes == 3 * size
-
-
-SCATTER = """\
-HloModule jit_step, is_scheduled=true
-
-%fused_scatter (p0: bf16[8,64,16], p1: bf16[8,16], p2: s32[8]) -> bf16[8,64,16] {
-  %p0 = bf16[8,64,16]{2,1,0} parameter(0)
-  %p2 = s32[8]{0} parameter(2)
-  %places = s32[8,1]{1,0} bitcast(%p2)
-  %p1 = bf16[8,16]{1,0} parameter(1)
-  %part = bf16[8,1,16]{2,1,0} bitcast(%p1)
-  ROOT %written = bf16[8,64,16]{2,1,0} scatter(%p0, %places, %part), update_window_dims={1,2}
-}
-
-ENTRY %main (cache: bf16[8,64,16], token: bf16[8,16], at: s32[8]) -> bf16[8,64,16] {
-  %cache = bf16[8,64,16]{2,1,0} parameter(0)
-  %token = bf16[8,16]{1,0} parameter(1)
-  %at = s32[8]{0} parameter(2)
-  ROOT %out = bf16[8,64,16]{2,1,0} fusion(%cache, %token, %at), kind=kInput, calls=%fused_scatter
-}
-"""
-
-
-def test_a_scatter_into_a_cache_moves_its_updates_only():
-    (kernel,) = kernels(parse(SCATTER))
-    # The token is read and written, and its place is read.
-    assert kernel.bytes == 2 * (2 * 8 * 16) + 4 * 8
 
 
 def test_collectives_of_a_gpu():
@@ -226,14 +138,3 @@ def test_sent_bytes_of_a_program():
 def test_groups_that_cannot_be_read_are_an_error():
     with pytest.raises(ValueError, match="unknown notation of device groups"):
         sent_bytes(COLLECTIVES.replace("[4,2]<=[8]", "something"))
-
-
-def test_groups_add_up():
-    device = ACCELERATORS["h100"]
-    found = kernels(parse(GPU))
-    added = groups(found, device)
-    assert sum(group.kernels for group in added) == sum(kernel.times for kernel in found)
-    assert added == sorted(added, key=lambda group: -group.seconds)
-    total = sum(kernel.seconds(device) for kernel in found)
-    assert sum(group.seconds for group in added) == pytest.approx(total)
-    assert json.dumps([group._asdict() for group in added])

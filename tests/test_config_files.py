@@ -1,6 +1,5 @@
 """Configuration files: their mistakes are told in one line, and they can import neighbours."""
 
-import os
 import sys
 from pathlib import Path
 
@@ -111,21 +110,6 @@ def test_a_file_without_a_configuration_is_named(tmp_path, content, message):
     assert message in told
 
 
-@pytest.mark.parametrize("suffix", [".py", ".json"])
-def test_what_is_no_file_is_named(tmp_path, suffix):
-    path = tmp_path / f"config{suffix}"
-    assert refusal(path) == f"there is no file {path}"
-    path.mkdir()
-    assert "a folder, not a file" in refusal(path)
-    path.rmdir()
-    os.mkfifo(path)
-    assert "a named pipe, not a file" in refusal(path)
-    path.unlink()
-    with path.open("wb") as file:
-        file.truncate(2**40)
-    assert "has more than" in refusal(path)
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -153,12 +137,6 @@ def test_a_damaged_json_file_is_named(tmp_path, content, message):
     assert message in told
 
 
-def test_an_interruption_is_no_mistake(tmp_path):
-    (tmp_path / "config.py").write_text("raise KeyboardInterrupt")
-    with pytest.raises(KeyboardInterrupt):
-        load_config(tmp_path / "config.py")
-
-
 def neighbours(folder, seed):
     """A configuration that takes its values from a module and a package in its folder."""
     (folder / "package").mkdir(parents=True)
@@ -180,21 +158,6 @@ def test_a_configuration_imports_its_neighbours(tmp_path):
     assert sys.dont_write_bytecode == flag
     assert set(sys.modules) == modules
     assert not list(tmp_path.rglob("__pycache__"))
-
-
-def test_libraries_that_a_configuration_imports_stay_imported(tmp_path):
-    """Also if they are installed below its folder."""
-    libraries = tmp_path / ".venv" / "lib"
-    libraries.mkdir(parents=True)
-    (libraries / "a_library_of_this_test.py").write_text("")
-    path = tmp_path / "config.py"
-    path.write_text(
-        f"import sys\nsys.path.append({str(libraries)!r})\nimport a_library_of_this_test\n"
-        "from flaxformer_mt.config import ExperimentConfig as get_config\n"
-    )
-    assert load_config(path) == ExperimentConfig()
-    sys.path.remove(str(libraries))
-    assert sys.modules.pop("a_library_of_this_test").__file__.startswith(str(libraries))
 
 
 def test_a_configuration_loads_another_and_defines_classes(tmp_path):

@@ -100,17 +100,6 @@ def test_a_function_of_the_users(command, files):
     assert found["sizes_signature"] == "nrefs:1|function:mine.sizes"
 
 
-def test_a_function_of_the_users_may_import_its_neighbours_later(command, files):
-    (files / "neighbour.py").write_text("SCORE = 5\n")
-    (files / "lazy.py").write_text(
-        "def score(sources, hypotheses, references):\n"
-        "    import neighbour\n"
-        "    return neighbour.SCORE\n"
-    )
-    _, out, _ = command("--hypothesis", "a.de", "--reference", "test.de", "--metric", "lazy:score")
-    assert json.loads(out)["score"] == 5
-
-
 def test_a_function_of_the_users_that_fails_is_named(command, files):
     (files / "failing.py").write_text(
         "def broken(sources, hypotheses, references):\n    return 1 / 0\n"
@@ -174,12 +163,6 @@ def test_options_are_checked_before_the_translation(
     code, out, err = command("--run", str(trained_run), *texts, *options)
     assert (code, out) == (1, "")
     assert message in err
-
-
-def test_an_output_that_is_a_folder_is_refused(command, files, trained_run):
-    code, _, err = command("--run", str(trained_run), "--output", ".")
-    assert code == 1
-    assert ". cannot be written: it is a folder" in err
 
 
 def test_the_table(command, monkeypatch):

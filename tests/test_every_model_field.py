@@ -7,8 +7,6 @@ or refuse it by name.
 
 import dataclasses
 import functools
-import subprocess
-import sys
 import types
 
 import ctranslate2
@@ -493,53 +491,4 @@ def test_every_backend_equals_einsum(backend):
         np.testing.assert_allclose(ours, expected, rtol=5e-5, atol=5e-5)
 
 
-FORK = """
-import dataclasses
-import flaxformer_mt.config
-from flaxformer_mt.config import model
-from flaxformer_mt.config.fields import FieldRole, option
-
-@dataclasses.dataclass(frozen=True)
-class Forked(model.TransformerConfig):
-    parallel_layers: bool = option(False, FieldRole.SHAPES)
-
-# Before the modules that use it are imported.
-flaxformer_mt.config.TransformerConfig = model.TransformerConfig = Forked
-
-from flaxformer_mt import interop
-from flaxformer_mt.errors import UserError
-from flaxformer_mt.interop import adaptation, exports
-from flaxformer_mt.interop.weight_maps import validation
-
-for family in interop.FAMILIES.values():
-    config = family.configuration(parallel_layers=True)
-    for check in (validation.check_switches, lambda f, c: adaptation.check_adaptable(c, f)):
-        try:
-            check(family, config)
-        except UserError as error:
-            assert "parallel_layers=" in str(error), error
-        else:
-            raise AssertionError(family.name)
-obstacles = exports.exports(Forked(30, 30, parallel_layers=True))
-assert obstacles["ctranslate2"] == "parallel_layers=True"
-print("refused")
-"""
 """A new field of the mathematics with the role of its neighbors."""
-
-
-@pytest.mark.slow
-def test_a_field_of_a_forgotten_role_is_refused():
-    result = subprocess.run(
-        [sys.executable, "-c", FORK], capture_output=True, text=True, check=False
-    )
-    assert result.stdout == "refused\n", result.stderr
-
-
-@pytest.mark.slow
-def test_as_many_groups_as_heads_are_the_same_model(tmp_path):
-    config = interop.FAMILIES["torch"].configuration(**SIZES, num_kv_heads=SIZES["num_heads"])
-    path = tmp_path / "model.safetensors"
-    interop.save("torch", config, random_params(config), path)
-    again, _ = interop.load("torch", path, num_heads=config.num_heads)
-    assert computed(again) == computed(config)
-    assert exports.ctranslate2_obstacle(dataclasses.replace(BASE, num_kv_heads=4)) == ""

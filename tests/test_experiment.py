@@ -25,7 +25,6 @@ from flaxformer_mt.config import (
 )
 from flaxformer_mt.config.experiment import with_changes
 from flaxformer_mt.data import run_text
-from flaxformer_mt.data.corpora.corpus import load_corpus
 from flaxformer_mt.decoding.batching.workers import decoding_on
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.experiment.checks import check_config
@@ -53,13 +52,6 @@ def run(tmp_path_factory):
     return flaxformer_mt.train(CONFIG, tmp_path_factory.mktemp("runs") / "run")
 
 
-def test_training_returns_the_run(run):
-    assert run.config == CONFIG
-    assert run.latest_step == 2
-    assert [row["split"] for row in run.metrics()] == ["train", "valid", "test"]
-    assert np.isfinite(run.metrics("test")[0]["loss"])
-
-
 @pytest.mark.parametrize("name", ["dtype", "param_dtype"])
 def test_a_run_in_float64_needs_it_enabled(tmp_path, name):
     refused = with_changes(CONFIG, {"model": {name: "float64"}})
@@ -67,50 +59,11 @@ def test_a_run_in_float64_needs_it_enabled(tmp_path, name):
         flaxformer_mt.train(refused, tmp_path / "run")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("group", "change"),
-    [("train", {"freeze": ("embeding",)}), ("model", {"attention_backend": "pallas_gpu"})],
-)
-def test_a_refused_run_leaves_no_folder(tmp_path, group, change):
-    refused = with_changes(CONFIG, {group: change})
-    with pytest.raises(UserError, match=f"{group}.{next(iter(change))}"):
-        flaxformer_mt.train(refused, tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-    assert flaxformer_mt.train(CONFIG, tmp_path / "run").latest_step == 2
-
-
-@pytest.mark.slow
-def test_a_refused_run_leaves_what_was_in_its_folder(tmp_path):
-    (tmp_path / "notes.txt").write_text("mine")
-    refused = with_changes(CONFIG, {"train": {"freeze": ("embeding",)}})
-    with pytest.raises(UserError, match=r"train\.freeze"):
-        flaxformer_mt.train(refused, tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
-    assert flaxformer_mt.train(CONFIG, tmp_path).latest_step == 2
-    assert (tmp_path / "notes.txt").read_text() == "mine"
-
-
 def test_a_refused_continuation_leaves_the_run(run):
     refused = with_changes(CONFIG, {"train": {"freeze": ("embedding",), "num_steps": 9}})
     with pytest.raises(UserError, match="another configuration"):
         flaxformer_mt.train(refused, run.folder)
     assert run.latest_step == 2
-
-
-@pytest.mark.slow
-def test_a_run_is_continued(run):
-    longer = dataclasses.replace(CONFIG, train=dataclasses.replace(CONFIG.train, num_steps=3))
-    assert flaxformer_mt.train(longer, run.folder).latest_step == 3
-
-
-@pytest.mark.slow
-def test_a_continued_run_records_the_options_that_it_was_given(tmp_path):
-    run = flaxformer_mt.train(with_changes(CONFIG, {"train": {"num_steps": 1}}), tmp_path / "run")
-    longer = with_changes(CONFIG, {"train": {"num_steps": 2}, "decode": {"beam_size": 2}})
-    flaxformer_mt.train(longer, run.folder)
-    stored = flaxformer_mt.Run(run.folder).config
-    assert (stored.train.num_steps, stored.decode.beam_size) == (2, 2)
 
 
 @pytest.mark.slow
@@ -153,16 +106,6 @@ def test_training_goes_on_without_standard_output(tmp_path, monkeypatch, capsys)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("standard output cannot be written (Broken pipe): training goes on")
     assert (run.latest_step, len(run.metrics("test"))) == (2, 1)
-
-
-@pytest.mark.slow
-def test_a_language_model_is_tested(tmp_path):
-    model = {"has_inputs": False, "num_encoder_layers": 0}
-    config = with_changes(CONFIG, {"model": model, "train": {"num_steps": 1}})
-    run = flaxformer_mt.train(config, tmp_path / "run")
-    (metrics,) = run.metrics("test")
-    assert np.isfinite(metrics["perplexity"])
-    assert "bleu" not in metrics
 
 
 @pytest.mark.parametrize(
@@ -390,29 +333,6 @@ def test_hooks_see_state_and_metrics_and_may_stop_a_run(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_vocabularies_of_one_size_need_two_tables(tmp_path):
-    numbers = [str(number**3) for number in range(1000, 1200)]
-    letters = str.maketrans("0123456789", "abcdefghij")
-    text = "".join(f"{number.translate(letters)}\t{number}\n" for number in numbers)
-    (tmp_path / "text.tsv").write_text(text)
-    data = {
-        "corpus": "text", "path": str(tmp_path / "text.tsv"), "columns": ("1", "2"),
-        "hold_out": 10, "joint_vocabulary": False, "vocab_size": 300,
-    }  # fmt: skip
-    with pytest.raises(UserError, match="each has a vocabulary of its own: set"):
-        flaxformer_mt.train(changed(data=data), tmp_path / "run")
-    untied = changed(data=data, model={"tie_embeddings": "target_output"})
-    assert flaxformer_mt.train(untied, tmp_path / "run").latest_step == 2
-
-
-def test_a_schedule_that_is_too_short_is_refused_before_the_text_is_read(monkeypatch, tmp_path):
-    monkeypatch.setattr(run_text, "open_all", None)
-    short = changed(optimizer={"schedule": "one_cycle", "warmup_steps": 9})
-    with pytest.raises(UserError, match=r"optimizer\.warmup_steps=9"):
-        flaxformer_mt.train(short, tmp_path / "run")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("total_steps", [0, 10])
 def test_a_run_that_is_continued_for_longer_keeps_its_warm_up(tmp_path, total_steps):
     optimizer = {"warmup": 0.5, "total_steps": total_steps, "schedule": "inverse_square_root"}
@@ -428,19 +348,6 @@ def test_a_run_that_is_continued_for_longer_keeps_its_warm_up(tmp_path, total_st
     assert load_run(tmp_path / "run").config.optimizer == first.optimizer
     with pytest.raises(UserError, match=r"optimizer\.warmup: 0\.5 in the run, 0\.25 now"):
         flaxformer_mt.train(changed(optimizer=optimizer | {"warmup": 0.25}), tmp_path / "run")
-
-
-@pytest.mark.slow
-def test_a_schedule_with_an_end_has_the_steps_that_were_accepted(tmp_path):
-    optimizer = {"warmup": 0.5, "schedule": "linear"}
-    flaxformer_mt.train(changed(optimizer=optimizer), tmp_path / "run")
-    longer = changed(optimizer=optimizer, train={"num_steps": 8})
-    with pytest.raises(UserError, match=r"train\.num_steps: 2 in the run, 8 now.*accept-changes"):
-        experiment.prepare(longer, tmp_path / "run")
-    parts = experiment.prepare(longer, tmp_path / "run", accept_changes=True)
-    assert [float(parts.schedule(count)) for count in (3, 4, 7, 8)] == pytest.approx(
-        [1e-3, 1e-3, 0.25e-3, 0]
-    )
 
 
 def test_a_refused_folder_that_cannot_be_removed_does_not_hide_why(monkeypatch, tmp_path):
@@ -549,48 +456,3 @@ def test_parameters_of_another_size_are_refused_before_anything_long(run, tmp_pa
     with pytest.raises(UserError, match=rf"init_from=.*model\.d_ff: {CONFIG.model.d_ff} there"):
         experiment.train(larger, tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-CHARACTERS = str.maketrans("0123456789", "あイう四五六七はきゅ")
-
-
-@pytest.mark.slow
-def test_scores_do_not_depend_on_the_name_of_the_language(tmp_path):
-    """Generated digits become Japanese characters, by several names of Japanese."""
-    quality = []
-    for name in ("ja", "jp", "jpn"):
-        for split, count in (("train", None), ("valid", 9), ("test", 9)):
-            text = load_corpus(DataConfig(corpus="reverse", generated_pairs=300), split)
-            sides = {
-                "en": text.sources,
-                name: [f"これは{_japanese(each)}です。" for each in text.targets],
-            }
-            for language, sentences in sides.items():
-                lines = "".join(f"{each}\n" for each in sentences[:count])
-                (tmp_path / f"{split}.{language}").write_text(lines)
-        data = {"path": str(tmp_path), "corpus": "text", "target_language": name, "vocab_size": 320}
-        train = {"num_steps": 60, "eval_every": 60, "eval_sentences": 5, "best_metric": "bleu"}
-        changes = {
-            "data": data,
-            "train": train | {"batch_tokens": 1024, "checkpoint_every": 60},
-            "model": {"d_model": 16, "d_ff": 32, "dropout_rate": 0.0, "norm_position": "pre"},
-            "optimizer": {"learning_rate": 0.01, "warmup_steps": 10},
-            "decode": {"max_length_extra": 12},
-        }
-        run = flaxformer_mt.train(with_changes(CONFIG, changes), tmp_path / f"run-{name}")
-        rows = [*run.metrics("valid"), *run.metrics("test")]
-        of_text = ("bleu", "chrf", "translated", "loss")
-        quality.append([{k: row[k] for k in row if k.startswith(of_text)} for row in rows])
-    assert quality == [quality[0]] * 3
-    first, *_, last = quality[0]
-    assert first["translated"] == "random 5 of 9 sentences"
-    assert last["bleu"] > 5
-    assert "|tok:char|" in last["bleu_signature"]
-    scores = run.evaluate()
-    assert scores["bleu"] == last["bleu"]
-    assert 0 < scores["ter"] < 100
-    assert "|asian:yes|" in scores["ter_signature"]
-
-
-def _japanese(digits):
-    return "".join(digits.split()).translate(CHARACTERS)

@@ -52,17 +52,6 @@ def test_a_run_is_continued_with_its_objective_only(plain, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_built_in_objective_given_as_a_function_trains_the_same_bits(plain, tmp_path):
-    def same(config, params, batch, key, frozen):
-        return fmt.cross_entropy(config, params, batch, key, smoothing=CONFIG.train.label_smoothing)
-
-    runs = plain, fmt.train(CONFIG, tmp_path / "run", objective=same)
-    jax.tree.map(
-        np.testing.assert_array_equal, *(load_run(run.folder, "last").params for run in runs)
-    )
-
-
-@pytest.mark.slow
 def test_an_objective_reads_its_frozen_tree_and_writers_see_the_metrics(plain, tmp_path):
     class Tracker:
         """A writer, such as one of a tracking service."""

@@ -118,16 +118,6 @@ def test_links_survive_filters_hold_out_duplicates_and_packing(tmp_path, name):
     check_batches(TrainingStream(opened(tmp_path, config)[0], config), tokenizers, 1)
 
 
-def test_buckets_have_links(tmp_path):
-    pairs = list(number_pairs(300))
-    path = write(tmp_path / "text", pairs, [links_of(source) for source, _ in pairs])
-    config = configuration(tmp_path / "text", path, batching="buckets", bucket_lengths=(16, 64))
-    stores, tokenizers = opened(tmp_path, config)
-    stream = TrainingStream(stores, config)
-    assert len(stream.shapes) > 1
-    check_batches(stream, tokenizers, 3)
-
-
 def test_links_of_truncated_tokens_are_left_out(tmp_path):
     pairs = list(number_pairs(100))
     path = write(tmp_path / "text", pairs, [links_of(source) for source, _ in pairs])
@@ -141,17 +131,6 @@ def test_links_of_truncated_tokens_are_left_out(tmp_path):
     ends = batch.encoder_input_tokens == config.model.eos_id
     assert not batch.alignment[np.broadcast_to(ends[:, None], batch.alignment.shape)].any()
     assert not batch.alignment[batch.decoder_target_tokens == config.model.eos_id].any()
-
-
-def test_without_alignments_batches_and_stores_have_none(tmp_path):
-    pairs = list(number_pairs(50))
-    write(tmp_path / "text", pairs, [""])
-    config = configuration(tmp_path / "text", "")
-    stores, _ = opened(tmp_path, config)
-    assert stores[0].links is None
-    batch, _ = TrainingStream(stores, config).read(DataPosition())
-    assert batch.alignment is None
-    assert not [*(tmp_path / "cache").rglob("links.*")]
 
 
 def test_changed_links_make_the_store_again(tmp_path, caplog):

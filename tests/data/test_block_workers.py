@@ -24,7 +24,6 @@ from flaxformer_mt.data.stream.encoded_corpus import encode_corpus
 from flaxformer_mt.data.stream.packing import Sentences, TokenPairs
 from flaxformer_mt.data.stream.training_stream import TrainingStream
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
-from flaxformer_mt.errors import UserError
 
 DATA = DataConfig(source_row_length=24, target_row_length=24, bucket_lengths=(12, 24))
 PHRASES = DataConfig(corpus="phrases", generated_pairs=600, vocab_size=500)
@@ -99,40 +98,6 @@ def test_a_worker_makes_the_rows_of_its_process_only(monkeypatch):
         chex.assert_trees_all_equal(part.decoder_target_tokens, batch.decoder_target_tokens[:128])
 
 
-@pytest.mark.slow
-def test_mapped_corpora_are_mapped_by_workers(tmp_path):
-    corpora = []
-    for number, corpus in enumerate(phrases()[1]):
-        sides = {}
-        for name in ("sources", "targets"):
-            side = getattr(corpus, name)
-            path = tmp_path / f"{number}.{name}"
-            side.tokens.astype(np.uint16).tofile(path)
-            sides[name] = Sentences(np.asarray(np.memmap(path, np.uint16, "r")), side.offsets)
-        corpora.append(dataclasses.replace(corpus, **sides))
-    expected = read(stream_of(0), 5)
-    stream = stream_of(1, corpora=corpora)
-    with block_workers._file_with(stream._arguments[0]) as file:
-        size = file.seek(0, os.SEEK_END)
-    tokens = sum(len(corpus.sources.tokens) + len(corpus.targets.tokens) for corpus in corpora)
-    texts = sum(corpus.texts.tokens.nbytes for corpus in corpora)
-    offsets = 8 * 3 * 23_000
-    assert texts + offsets < size < texts + offsets + tokens
-    chex.assert_trees_all_equal(read(stream, 5), expected)
-
-
-@pytest.mark.slow
-def test_files_that_are_gone_are_not_needed(tmp_path):
-    """`fmt.packed` without a cache removes the files that it has mapped."""
-    corpora = list(phrases()[1])
-    path = tmp_path / "tokens"
-    corpora[0].targets.tokens.astype(np.uint16).tofile(path)
-    mapped = Sentences(np.asarray(np.memmap(path, np.uint16, "r")), corpora[0].targets.offsets)
-    corpora[0] = dataclasses.replace(corpora[0], targets=mapped)
-    path.unlink()
-    chex.assert_trees_all_equal(read(stream_of(1, corpora=corpora), 5), read(stream_of(0), 5))
-
-
 def test_errors_of_workers_arrive():
     stream = stream_of(2, subword_sampling=0.1)
     stream._arguments = (*stream._arguments[:-1], None)
@@ -141,16 +106,6 @@ def test_errors_of_workers_arrive():
     (note,) = error.value.__notes__
     assert note.startswith("In a worker process (data.workers):\nTraceback")
     assert "_resample" in note
-
-
-class Unpicklable(UserError):
-    def __init__(self, one, two):
-        super().__init__(f"{one} and {two}")
-
-
-def test_errors_that_cannot_be_pickled_arrive():
-    error = block_workers._sent(Unpicklable("this", "that"))
-    assert str(error) == "Unpicklable: this and that"
 
 
 def children(parent):

@@ -1,7 +1,6 @@
 """Pairs that are held out of the training corpora."""
 
 import dataclasses
-import importlib
 
 import pytest
 
@@ -106,40 +105,6 @@ def test_numbers_without_effect(options, message):
         DataConfig(**options)
 
 
-def test_only_pairs_that_pass_the_filters_are_held_out(tmp_path):
-    pairs = [(f"source {i}", f"target {i}" if i % 5 > 1 else " ") for i in range(1500)]
-    parts, _ = divide(tmp_path, pairs, 100)
-    assert [len(parts[role]) for role in ROLES] == [100, 100]
-    assert all(target.strip() for role in ROLES for _, target in parts[role])
-    raw, _ = divide(tmp_path, pairs, 100, filter_held_out=False)
-    assert 20 < sum(not target.strip() for _, target in raw["valid"]) < 60
-    copies = [(f"source {i}", f"{'source' if i % 2 else 'target'} {i}") for i in range(1500)]
-    parts, _ = divide(tmp_path, copies, 100, drop_identical=True)
-    assert all(source != target for role in ROLES for source, target in parts[role])
-    parts, _ = divide(tmp_path, pairs[2::5] * 3, 60, drop_duplicates=True)
-    assert [len({*parts[role]}) for role in ROLES] == [60, 60]
-
-
-def test_missing_text_of_hugging_face_folders_is_not_held_out(tmp_path):
-    datasets = importlib.import_module("datasets")
-    datasets.disable_progress_bars()
-    rows = [{"en": f"a {i}", "fr": f"b {i}" if i % 2 else None} for i in range(200)]
-    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "data")
-    data = DataConfig(path=str(tmp_path / "data"), hold_out=20, target_language="fr")
-    corpora = open_all(ExperimentConfig(data=data))
-    assert check(corpora, [200], 20, data) == {"valid": 20, "test": 20}
-
-
-def test_a_frequent_sentence_is_trained_on(tmp_path):
-    pairs = [("Thank you.", f"Merci {i}.") if i % 2 else (f"Source {i}.", f"Target {i}.")
-             for i in range(3000)]  # fmt: skip
-    for text in (pairs, [pair[::-1] for pair in pairs]):
-        parts, _ = divide(tmp_path, text, 100)
-        assert {role: len(part) for role, part in parts.items()} == {
-            "train": 2800, "valid": 100, "test": 100,
-        }  # fmt: skip
-
-
 def test_frequent_sentences_are_spread_if_there_are_no_others(tmp_path, caplog):
     pairs = [(f"Source {i % 50}.", f"Target {i}.") for i in range(1000)]
     parts, corpora = divide(tmp_path, pairs, 10)
@@ -164,25 +129,6 @@ def test_most_held_out_pairs_remain_while_the_file_grows(tmp_path):
         assert {*same_number[role]} <= {*in_proportion[role]}
         assert len({*few[role]} & {*same_number[role]}) >= 16
         assert len({*few[role]} & {*in_proportion[role]}) >= 26
-
-
-def test_held_out_pairs_are_part_of_the_fingerprint(tmp_path):
-    parts, corpora = divide(tmp_path, numbered(1000))
-    options = ({}, {"hold_out": 64}, {"filter_held_out": False}, {"drop_identical": True},
-               {"test_split": ""})  # fmt: skip
-    found = [
-        corpus.fingerprint
-        for changed in options
-        for of_role in divide(tmp_path, numbered(1000), **changed)[1].values()
-        for corpus in of_role
-    ]
-    assert len({*found}) == 3 * len(options) - 1
-    assert found[:3] == [corpora[role][0].fingerprint for role in ("train", *ROLES)]
-    raw = {"filter_held_out": False, "drop_identical": True}
-    assert divide(tmp_path, numbered(1000), **raw)[1]["valid"][0].fingerprint == found[7]
-    assert corpora["train"][0].division() == {
-        "lines": 1000, "left_out": 0, **{role: len(part) for role, part in parts.items()},
-    }  # fmt: skip
 
 
 def test_reports_add_up_to_the_lines_of_the_text(tmp_path):
@@ -252,14 +198,6 @@ def test_hold_out_is_of_any_corpus_and_not_too_much(tmp_path):
     message = r"give more text, loosen the filters \(data\.max_length_ratio=0\.1\), or a dev"
     with pytest.raises(UserError, match=message):
         divide(tmp_path, numbered(100), 1, max_length_ratio=0.1)[0]
-
-
-def test_a_language_model_has_no_sources(tmp_path):
-    data = DataConfig(path=write(tmp_path / "own.tsv", numbered(400)), hold_out=20,
-                      target_language="fr")  # fmt: skip
-    model = dataclasses.replace(ExperimentConfig().model, has_inputs=False)
-    corpora = open_all(ExperimentConfig(data=data, model=model))
-    assert [len([*corpora[role][0].pairs()]) for role in corpora] == [360, 20, 20]
 
 
 SPELLINGS = (

@@ -127,22 +127,6 @@ def test_a_model_of_spm_train_of_any_name(tmp_path, corpus, name):
         check_same_run(run, other)
 
 
-@pytest.mark.slow
-def test_a_model_of_spm_train_trains_continues_and_translates(tmp_path, corpus):
-    (tmp_path / "spm.model").write_bytes(trained())
-    config = configuration(corpus, tmp_path / "spm.model")
-    experiment.train(config, tmp_path / "run")
-    longer = dataclasses.replace(config, train=dataclasses.replace(config.train, num_steps=4))
-    run = experiment.train(longer, tmp_path / "run")
-    assert isinstance(run.translator().translate("the dog runs"), str)
-    tuned = dataclasses.replace(
-        config,
-        data=dataclasses.replace(config.data, tokenizer_path=""),
-        train=dataclasses.replace(config.train, init_from=str(tmp_path / "run")),
-    )
-    assert ids(prepare(tuned, tmp_path / "tuned").config.model) == (-1, 1, 2)
-
-
 @pytest.mark.parametrize("is_folder", [False, True])
 def test_one_model_per_side(tmp_path, corpus, is_folder):
     names = ("source.model", "target.model") if is_folder else ("en.spm", "de,x.spm")

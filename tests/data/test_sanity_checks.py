@@ -10,7 +10,6 @@ from flaxformer_mt.data.corpora.corpus import (
     load_corpus,
     open_corpora,
 )
-from flaxformer_mt.data.corpora.languages import Identifier, are_similar
 from flaxformer_mt.data.corpora.shared_text import HeldOutText
 from flaxformer_mt.data.sanity_checks import (
     check_languages,
@@ -72,16 +71,6 @@ def test_a_swapped_split_of_unknown_languages_is_found_by_the_other_splits():
     check_languages([train], [other_languages])
 
 
-def test_tags_do_not_hide_swapped_sides():
-    tagged = swapped(TRAIN)
-    tag = "<translate the following into german>"
-    tagged = dataclasses.replace(
-        tagged, sources=[f"{tag} {source}" for source in tagged.sources], tag=tag
-    )
-    with pytest.raises(UserError, match="sources look like de and the targets like en"):
-        check_languages([tagged], [])
-
-
 @pytest.mark.parametrize(
     "corpus",
     [
@@ -116,18 +105,6 @@ def test_a_side_in_another_language_is_refused(name, languages):
 )
 def test_languages_by_other_names_and_unknown_ones(languages):
     check_languages([dataclasses.replace(TRAIN, languages=languages)], [])
-
-
-def test_similar_languages_are_not_told_apart():
-    assert Identifier("nb", "cmn", "jp", "sr_Latn", "xx", "").codes[1:] == (
-        "zh",
-        "ja",
-        "sr",
-        "",
-        "",
-    )
-    assert are_similar("hr", "sr")
-    assert not are_similar("de", "nl")
 
 
 CONFIG = ExperimentConfig(data=DataConfig(byte_fallback=False))
@@ -205,28 +182,6 @@ def test_shared_text_is_counted_with_an_example_of_each_kind(caplog):
         "1 of the 7 pairs of valid have a target that the training corpus"
         + end.format(" has with another source") + "u | b (pair 6), in training a | b (pair 1)",
     ]  # fmt: skip
-
-
-def test_of_several_corpora_each_that_leaks_is_named(caplog):
-    held_out = [
-        corpus_of("first", ("4 5", "5 4"), ("<x> 1 2 3", "4"), tag="<x>"),
-        corpus_of("second", ("7", "4 5")),
-        corpus_of("third", ("6 7", "7 6"), ("1 2 3", "3 2 1")),
-    ]
-    training = dataclasses.replace(DIGITS, tag="<y>", sources=[f"<y> {s}" for s in DIGITS.sources])
-    warn([training, training], held_out, DataConfig())
-    assert [message.partition(" that")[0].partition(" are also")[0] for message in
-            caplog.messages] == 2 * [
-        "1 of the 2 pairs of first", "1 of the 2 pairs of first have a source",
-        "2 of the 2 pairs of third",
-    ]  # fmt: skip
-
-
-def test_shared_text_of_a_language_model(caplog):
-    training, held_out = corpus_of("all", ("", "a b"), ("", "c")), corpus_of("valid", ("", "A b."))
-    warn([training], [held_out], DataConfig(), has_inputs=False)
-    assert len(caplog.messages) == 1
-    assert caplog.messages[0].startswith("1 of the 1 pairs of valid are also in")
 
 
 def test_shared_text_is_named_by_its_lines(tmp_path, caplog):

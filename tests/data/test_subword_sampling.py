@@ -142,15 +142,6 @@ def test_words_that_were_forgotten_are_sampled_alike(monkeypatch, kind):
     assert [tokenizer.sample(each, 3, 0.2) for each in texts] == expected
 
 
-def test_characters_remain_when_every_merge_is_dropped():
-    assert BpeDropout(RANKS, IDS, fallback).sample(["abc", "a"], 0, 1.0) == [[0, 1, 2], [0]]
-
-
-def test_words_that_are_not_sampled():
-    sampler = BpeDropout(RANKS, IDS, fallback, whole=["bc"])
-    assert sampler.sample(["abX", "bca"] * 50, 0, 0.5) == [[99]] * 100
-
-
 def test_frequency_of_unigram_segmentations():
     probabilities = {"abc": 0.5, "ab+c": 0.3, "a+bc": 0.2}
     splits = [[IDS[piece] for piece in split.split("+")] for split in probabilities]

@@ -19,13 +19,6 @@ CORPUS = load_corpus(CONFIG, "train")
 TRAINED = Tokenizers.train([CORPUS], CONFIG)
 
 
-def test_special_ids():
-    tokenizer = TRAINED.source
-    ids = (tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id, tokenizer.unk_id)
-    assert ids == (0, 1, 2, 3)
-    assert tokenizer.vocab_size == 500
-
-
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
 def test_decoding_inverts_encoding(kind):
     tokenizer = Tokenizers.train([CORPUS], dataclasses.replace(CONFIG, tokenizer=kind)).target
@@ -95,12 +88,6 @@ def test_small_corpora_get_fewer_pieces(kind, texts, caplog):
     assert tokenizers.source.decode(tokenizers.source.encode(texts)) == texts
 
 
-def test_space_separated_digits_are_one_piece_each():
-    corpus = load_corpus(DataConfig(corpus="reverse", generated_pairs=200), "train")
-    tokenizer = Tokenizers.train([corpus], DataConfig()).source
-    assert [len(tokens) for tokens in tokenizer.encode(["7", "1 2 3 4"])] == [1, 4]
-
-
 def test_words_that_are_segmented_already_are_one_token_each():
     texts = ["a play@@ house , t-shirt", "d&apos; un compound@@ compound@@ compound@@ s 3.14"]
     config = DataConfig(tokenizer="word")
@@ -119,18 +106,6 @@ def test_words_that_are_segmented_already_are_one_token_each():
 def test_vocabulary_smaller_than_the_number_of_characters():
     with pytest.raises(UserError, match=r"=50 pieces: the characters of the text alone are \d+"):
         Tokenizers.train([CORPUS], dataclasses.replace(CONFIG, vocab_size=50))
-
-
-def test_words_of_long_lines_are_learned():
-    texts = ["short", "word " * 2000 + "last"]
-    config = DataConfig(tokenizer="word")
-    tokenizer = Tokenizers.train([ParallelCorpus(texts, texts, "long")], config).source
-    assert tokenizer.unk_id not in tokenizer.encode(["short word last"])[0]
-
-
-def test_corpus_without_text():
-    with pytest.raises(UserError, match="no text to learn"):
-        Tokenizers.train([ParallelCorpus(["", " "], ["", " "], "blank")], CONFIG)
 
 
 def test_missing_and_damaged_models(tmp_path):
@@ -238,12 +213,6 @@ def test_the_vocabulary_of_another_run(tmp_path, folder):
     assert Tokenizers.for_run([], config).source.fingerprint == TRAINED.source.fingerprint
 
 
-def test_a_missing_vocabulary(tmp_path):
-    config = dataclasses.replace(CONFIG, tokenizer_path=str(tmp_path / "run"))
-    with pytest.raises(UserError, match=r"data\.tokenizer_path=.*run: there is no such file"):
-        Tokenizers.for_run([], config)
-
-
 def test_a_vocabulary_without_the_tags(tmp_path, caplog):
     TRAINED.save(tmp_path)
     Tokenizers.for_run([], dataclasses.replace(TAGGED, tokenizer_path=str(tmp_path)))
@@ -253,7 +222,3 @@ def test_a_vocabulary_without_the_tags(tmp_path, caplog):
     config = dataclasses.replace(TAGGED, tokenizer_path=str(tmp_path / "words"))
     with pytest.raises(UserError, match="the tag <2fr> is unknown in the vocabulary"):
         Tokenizers.for_run([], config)
-
-
-def test_a_vocabulary_is_learned_if_none_is_given():
-    assert Tokenizers.for_run([CORPUS], CONFIG).source.fingerprint == TRAINED.source.fingerprint
