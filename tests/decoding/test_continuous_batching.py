@@ -98,20 +98,6 @@ def test_longer_arrays_change_nothing(monkeypatch):
     assert_same(found, {index: together()[index + 15] for index in range(14)})
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("certain", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_samples_begin_with_their_prefixes(certain):
-    with_prefixes = [
-        request._replace(prefix=[5, 7][: 1 + index % 2], certain=certain, phrases=())
-        for index, request in enumerate(requests()[:6])
-    ]
-    batcher = make_batcher(DecodeConfig(sampling=True, n_best=3, batch_tokens=64))
-    for index, found in batcher.decode(with_prefixes):
-        prefix = tuple(with_prefixes[index].prefix)
-        assert len(found.tokens) == 3
-        assert all(tokens[: len(prefix)] == prefix for tokens in found.tokens)
-
-
 def test_parameters_that_are_not_finite_find_nothing():
     broken = jax.tree.map(lambda leaf: leaf * np.nan, params())
     (found,) = (
@@ -201,9 +187,3 @@ def test_matrices_in_bfloat16_change_no_bit(options):
     np.testing.assert_array_equal(*logits)
     wide = dataclasses.replace(model, dtype="float32")
     assert jax.tree.leaves(rounded_matrices(wide, whole))[0] is jax.tree.leaves(whole)[0]
-
-
-def test_options_are_checked_without_parameters():
-    ContinuousBatcher([(MODEL, {})], BEAM)
-    with pytest.raises(UserError, match=r"decode.num_devices=999"):
-        ContinuousBatcher([(MODEL, {})], dataclasses.replace(BEAM, num_devices=999))

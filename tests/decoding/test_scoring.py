@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from talker import exhaust_memory, full_pass, padded, sentences, with_decode
+from talker import exhaust_memory, sentences
 
 from flaxformer_mt.config import DecodeConfig
 from flaxformer_mt.decoding.scoring import scorer as scorer_module
@@ -28,24 +28,6 @@ def test_scores_are_those_of_the_full_pass_of_each_pair(talker):
         assert found.tokens == tokens
         np.testing.assert_allclose(found.token_log_probabilities, expected, rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(found.log_probability, expected.sum(), rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_with_renormalization_padding_and_start_have_no_probability(talker):
-    renormalized = score(with_decode(talker, renormalize=True))
-    for source, found, plain in zip(SOURCES, renormalized, score(talker), strict=True):
-        row = padded([*talker.tokenizers.source.encode([source])[0], talker.model.eos_id])
-        inputs = padded([talker.model.bos_id, *found.tokens[:-1]])
-        every = full_pass(talker.params, row, inputs, model=talker.model)[0, : len(found.tokens)]
-        left = -np.log1p(-np.exp(every[:, [0, 1]]).sum(axis=1))
-        expected = np.add(plain.token_log_probabilities, left)
-        np.testing.assert_allclose(found.token_log_probabilities, expected, rtol=1e-4, atol=1e-5)
-        assert left.max() > 1e-4  # Neither probability is negligible in this random model.
-
-
-def test_scores_have_their_pieces(talker):
-    for target, found in zip(TARGETS, score(talker), strict=True):
-        assert list(found.pieces) == [*talker.tokenizers.target.split([target])[0], "</s>"]
 
 
 def test_scores_can_be_normalized():

@@ -81,28 +81,12 @@ def test_a_table_of_pieces(write, compress):
     assert translations(shortlist, 0) == translations(shortlist, 6) == []
 
 
-def test_a_piece_may_be_a_space_that_is_not_ascii(write):
-    target = Vocabulary("\u2581a", "\u00a0")
-    tokenizers = types.SimpleNamespace(source=SOURCE, target=target, joint=False)
-    path = write("\u00a0 \u2581the 0.5\n")
-    assert translations(Shortlist.read(path, tokenizers, first=0, best=1), 2) == [3]
-
-
 def test_allowed_tokens_of_a_sentence(write):
     shortlist = Shortlist.read(write(PIECES), SEPARATE, first=2, best=2)
     allowed = shortlist.allowed([2, 4, 2])
     assert allowed.tolist() == [0, 1, 2, 3, 5]
     assert allowed.dtype == np.int32
     assert shortlist.allowed([], also=[7, 1, 7]).tolist() == [0, 1, 7]
-
-
-def test_the_end_is_always_allowed(write):
-    assert Shortlist.read(write(PIECES), SEPARATE, first=0, best=1).allowed([3]).tolist() == [0, 4]
-
-
-def test_more_first_tokens_than_there_are(write):
-    shortlist = Shortlist.read(write(PIECES), SEPARATE, first=100, best=1)
-    assert shortlist.allowed([]).tolist() == list(range(TARGET.vocab_size))
 
 
 def test_with_one_vocabulary_the_source_can_be_copied(write):

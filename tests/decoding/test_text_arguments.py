@@ -7,7 +7,7 @@ from flaxformer_mt import Run, interop, train
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.config.files import load_config
 from flaxformer_mt.decoding.scoring.scorer import Scorer
-from flaxformer_mt.decoding.sentence_decoder import Hypothesis, Sentence
+from flaxformer_mt.decoding.sentence_decoder import Sentence
 from flaxformer_mt.decoding.translator import Translator
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.evaluation import evaluate
@@ -24,32 +24,6 @@ def scorer(talker):
 
 
 TEXTS = sentences(3)
-
-
-@pytest.mark.slow
-def test_a_string_gives_a_string_and_a_list_a_list(translator):
-    listed = translator.translate(TEXTS, beam_size=1)
-    assert all(isinstance(text, str) for text in listed)
-    assert translator.translate(TEXTS[1], beam_size=1) == listed[1]
-    assert translator.translate(Sentence(TEXTS[1]), beam_size=1) == listed[1]
-    for kind in (
-        tuple,
-        iter,
-        lambda texts: (text for text in texts),
-        lambda texts: map(str, texts),
-    ):
-        assert translator.translate(kind(TEXTS), beam_size=1) == listed
-    assert translator.translate([], beam_size=1) == []
-    assert translator.translate("", beam_size=1) == ""
-
-
-@pytest.mark.slow
-def test_n_best_lists_of_a_string_and_of_a_list(translator):
-    listed = translator.translate_n_best(TEXTS, 2)
-    assert [len(hypotheses) for hypotheses in listed] == [2, 2, 2]
-    alone = translator.translate_n_best(TEXTS[0], 2)
-    assert all(isinstance(hypothesis, Hypothesis) for hypothesis in alone)
-    assert [each.text for each in alone] == [each.text for each in listed[0]]
 
 
 NO_TEXTS = [

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from flaxformer_mt.training.reporting.console import ConsoleWriter, Sample, print_labelled, some_of
+from flaxformer_mt.training.reporting.console import ConsoleWriter, Sample, some_of
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -217,25 +217,7 @@ def test_what_is_not_shown_is_not_followed():
     assert terminal.text == ""
 
 
-def test_the_line_is_not_drawn_with_every_step():
-    terminal = Terminal()
-    terminal.writer.rewind(0)
-    metrics = step_metrics()
-    for step in range(1, 1001):
-        terminal.writer.advance(step, metrics)
-    terminal.writer.close()
-    # The terminal is drawn a few times per second.
-    assert terminal.file.getvalue().count("\r") < 1000
-
-
 def test_samples_are_from_all_of_a_set():
     samples = [Sample(str(number), "") for number in range(8)]
     assert [sample.source for sample in some_of(samples)] == ["2", "6"]
     assert some_of(samples[:1]) == samples[:1]
-
-
-def test_labels_stand_beside_their_texts():
-    terminal = Terminal(width=30)
-    print_labelled([("train", "a text that is longer than a line")], terminal.console)
-    assert terminal.text.splitlines()[0].rstrip() == "train    a text that is longer"
-    assert terminal.text.splitlines()[1].startswith("         ")

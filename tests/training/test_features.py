@@ -8,11 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.objectives.losses import token_losses
-from flaxformer_mt.training.devices import seed_key
 from flaxformer_mt.training.parameters import describe, merge, split
 
 
@@ -85,25 +83,7 @@ def test_a_gradient_that_is_not_finite_is_told_from_such_a_loss(setup):
     chex.assert_trees_all_equal(jax.device_get(state.params), jax.device_get(tiny.state().params))
 
 
-OVERFLOWING = {"kind": "adamw", "weight_decay": 1e6, "learning_rate": 1e6, "schedule": "constant"}
 """Weight decay multiplies the parameters by about -1e12 in each step."""
-
-
-@pytest.mark.slow
-def test_an_update_that_is_not_finite_changes_nothing(setup):
-    tiny = setup.of(bigram=True, optimizer=OVERFLOWING, ema_decay=0.5)
-    state, metrics = tiny.state(), None
-    for step in range(6):
-        before = jax.device_get(state)
-        state, metrics = tiny.train_step(state, tiny.placed_batch(step))
-        metrics = jax.device_get(metrics)
-        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(jax.device_get(state)))
-        if metrics["nonfinite_update"][0]:
-            break
-    assert metrics["nonfinite_update"] == metrics["skipped_steps"] == (1, 1)
-    assert metrics["nonfinite_loss"] == metrics["nonfinite_gradient"] == (0, 1)
-    expected = before.replace(step=before.step + 1, skipped=before.skipped + 1)
-    chex.assert_trees_all_equal(jax.device_get(state), expected)
 
 
 # The moving average.
@@ -117,12 +97,6 @@ def test_the_average_starts_at_the_initial_parameters_and_follows_its_formula(se
         average = jax.tree.map(lambda a, p: 0.75 * a + 0.25 * p, average, state.params)
         chex.assert_trees_all_close(state.ema, average, rtol=1e-6)
         chex.assert_trees_all_equal(state.eval_params, state.ema)
-
-
-def test_without_an_average_the_parameters_themselves_are_evaluated(setup):
-    state = setup.of(bigram=True).state()
-    assert state.ema is None
-    assert state.eval_params is state.params
 
 
 # R-Drop.
@@ -256,18 +230,6 @@ def test_report_of_what_is_trained(setup, tie, freeze, text):
 
 
 # The initial state.
-
-
-@pytest.mark.slow
-def test_a_state_can_be_made_in_place_on_a_mesh(setup):
-    tiny = setup.of(bigram=True, ema_decay=0.9, freeze=("Embed",))
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-    sharding = NamedSharding(mesh, PartitionSpec())
-    state = jax.jit(tiny.create_state, out_shardings=sharding)(seed_key(0))
-    tiny_state = jax.device_get(tiny.create_state(seed_key(0)))
-    assert all(leaf.sharding == sharding for leaf in jax.tree.leaves(state))
-    chex.assert_trees_all_equal_shapes_and_dtypes(state, tiny.state_shapes)
-    chex.assert_trees_all_equal(jax.device_get(state), tiny_state)
 
 
 def test_a_rule_that_fits_no_parameter_is_found_before_anything_is_computed(setup):

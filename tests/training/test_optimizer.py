@@ -90,12 +90,6 @@ def test_decays_are_those_of_optax_and_transformers(name, float64):
     assert float(ours(jnp.int32(2 * STEPS))) == 0
 
 
-def test_the_first_update_has_a_rate():
-    """Published steps count from 1, optax from 0."""
-    schedule = make_schedule(config(schedule="noam"), D, STEPS)
-    assert float(schedule(0)) == pytest.approx(2.0 * D**-0.5 * WARMUP**-1.5)
-
-
 @pytest.mark.parametrize("name", ["inverse_square_root", "noam", "tensor2tensor"])
 def test_no_warm_up_starts_at_the_peak(name):
     schedule = make_schedule(OptimizerConfig(schedule=name, warmup_steps=0), D, STEPS)
@@ -122,16 +116,6 @@ def test_a_decay_needs_steps_after_the_warm_up(name):
         make_schedule(settings, D, STEPS)
 
 
-def test_the_whole_schedule_may_be_a_decay():
-    settings = OptimizerConfig(
-        schedule="warmup_stable_decay", warmup_steps=0, decay=1.0, learning_rate=1.0
-    )
-    linear = OptimizerConfig(schedule="linear", warmup_steps=0, learning_rate=1.0)
-    for count in range(STEPS):
-        expected = float(make_schedule(linear, D, STEPS)(count))
-        assert float(make_schedule(settings, D, STEPS)(count)) == pytest.approx(expected)
-
-
 @pytest.mark.parametrize("total_steps", [0, 2 * STEPS])
 @pytest.mark.parametrize("name", RATES)
 def test_a_share_of_the_steps_is_the_same_warm_up(name, total_steps):
@@ -142,13 +126,6 @@ def test_a_share_of_the_steps_is_the_same_warm_up(name, total_steps):
     assert [float(first(count)) for count in range(STEPS)] == [
         float(second(count)) for count in range(STEPS)
     ]
-
-
-@pytest.mark.parametrize(("warmup", "steps", "w"), [(0.3, 2, 1), (0.01, 9, 1), (0.99, 9, 8)])
-def test_a_share_leaves_steps_before_and_after_the_peak(warmup, steps, w):
-    config = OptimizerConfig(schedule="one_cycle", warmup=warmup)
-    assert config.warmup_length(steps) == w
-    make_schedule(config, D, steps)
 
 
 def test_the_warm_up_is_given_once():

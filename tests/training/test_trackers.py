@@ -69,13 +69,6 @@ def test_tensorboard_forgets_what_a_run_goes_back_behind(tmp_path):
     ]  # fmt: skip
 
 
-def test_a_tracker_without_metrics_leaves_no_file(tmp_path):
-    tracker = tensorboard(tmp_path)
-    tracker.rewind(0)
-    tracker.close()
-    assert not list(tmp_path.iterdir())
-
-
 class Recorder(Tracker):
     """Fails in one of its methods."""
 
