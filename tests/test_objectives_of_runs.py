@@ -98,11 +98,6 @@ def test_an_objective_reads_its_frozen_tree_and_writers_see_the_metrics(plain, t
     assert {row[1] for row in tracker.seen[1:-1]} == {"train", "valid"}
 
 
-def test_an_objective_needs_a_name(tmp_path):
-    with pytest.raises(UserError, match="has no name for the run to record"):
-        fmt.train(CONFIG, tmp_path / "run", objective=lambda *arguments: None)
-
-
 @pytest.mark.slow
 def test_a_run_learns_from_its_teacher(plain, tmp_path):
     options = {"train": {"teacher": str(plain.folder), "distillation_weight": 1.0}}

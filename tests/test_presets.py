@@ -76,15 +76,6 @@ def test_jadore801120_scales_nothing_without_a_tied_output(tying):
     assert not presets.jadore801120(scale_embeddings=True).scale_logits
 
 
-def test_annotated_wide_heads_has_wider_heads_than_its_model():
-    config = presets.annotated_wide_heads()
-    assert (config.d_model, config.num_heads * config.key_width) == (300, 384)
-
-
-def test_tunz_rounds_head_widths_down():
-    assert presets.tunz(d_model=17, num_heads=8).key_width == 2
-
-
 def test_decoding_starts_from_padding_in_marian_and_from_the_end_token_in_fairseq():
     assert presets.marian(pad_id=7).bos_id == 7
     assert presets.fairseq(eos_id=7).bos_id == 7
@@ -106,21 +97,10 @@ def test_special_tokens_are_the_run_s_unless_the_vocabulary_is_the_published_one
     assert special_tokens(presets.fairseq(**sizes, pad_id=0)) == (0, 2, 2)
 
 
-def test_final_norms_come_with_fairseq_s_pre_norm():
-    assert presets.fairseq(norm_position="pre").final_norm
-    assert not presets.fairseq().final_norm
-
-
 def test_opennmt_has_attention_biases_all_or_none():
     for bias in (True, False):
         config = presets.opennmt(qkv_bias=bias)
         assert (config.qkv_bias, config.attention_output_bias) == (bias, bias)
-
-
-def test_opennmt_scales_and_spaces_as_its_positions_want():
-    assert presets.opennmt(position_layout="concatenated").position_exponent == "tensor2tensor"
-    assert presets.opennmt().position_exponent == "paper"
-    assert not presets.opennmt(position_kind="none").scale_embeddings
 
 
 def test_what_the_published_code_cannot_do_is_refused():

@@ -136,7 +136,7 @@ def test_a_wide_beam_finds_the_best_of_all_hypotheses(seed, end, numbers, per_ro
 
 def test_translations_are_those_of_generate():
     """Beam search finds the tokens and scores that `generate` of transformers finds."""
-    pair = random_pair("one layer")
+    pair = random_pair()
     mean, ties = differences(pair, pair.random_sources(20), 4, True, 1.0)
     assert ties == []
     assert 2 < mean < pair.max_length - 1

@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 import flaxformer_mt as fmt
 from flaxformer_mt.cli import main
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.input_files import read_bytes
-from flaxformer_mt.runs import atomic
-from flaxformer_mt.urls import require_local, url_of
+from flaxformer_mt.urls import url_of
 
 REMOTE = "gs://bucket/some/thing"
 COMMANDS = {
@@ -87,22 +85,6 @@ def test_a_remote_path_is_refused_and_nothing_is_made(name, tmp_path, monkeypatc
     assert not [*tmp_path.rglob("*bucket*")]
 
 
-def test_a_local_folder_of_that_name_is_used(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for path in ("gs://bucket/file", tmp_path / "gs:" / "bucket" / "file"):
-        with pytest.raises(UserError, match=r"^gs://bucket cannot be written to"):
-            atomic.write_text(atomic.Path(path), "text")
-        with pytest.raises(
-            UserError, match=r"gs:/+bucket/file: gs:// needs .*flaxformer_mt\[gcs\]"
-        ):
-            read_bytes(path)
-    (tmp_path / "gs:").mkdir()
-    atomic.write_text(atomic.Path("gs://bucket/file"), "text")
-    assert read_bytes(tmp_path / "gs:" / "bucket" / "file") == b"text"
-    for path in ("a:b/c", "C:", "run", "/tmp/x:y", ""):
-        require_local(path) if path != "C:" else None
-
-
 NAMES = st.text("abcXYZ019._-", min_size=1, max_size=8).filter(lambda name: name.strip("."))
 
 
@@ -116,10 +98,6 @@ def test_a_url_is_found_as_a_string_and_as_a_path(scheme, parts):
 def test_other_paths_are_local(parts):
     path = "/".join(parts)
     assert url_of(path) is url_of(f"/{path}") is url_of(f"./{path}") is url_of("a:b/c") is None
-
-
-def test_the_path_of_a_file_system_is_absolute():
-    assert url_of(Path("file:///tmp/x")) == "file:///tmp/x"
 
 
 def test_what_a_script_writes_is_local():

@@ -59,17 +59,6 @@ class _Fmt:
     residual_norm = staticmethod(functional.residual_norm)
 
 
-@pytest.mark.slow
-def test_a_key_drops_values():
-    params = params_of(CONFIG)
-    apply = jax.jit(functional.apply, static_argnums=0)
-    plain = apply(CONFIG, params, BATCH)
-    dropped = [apply(CONFIG, params, BATCH, jax.random.key(seed)) for seed in (0, 0, 1)]
-    chex.assert_trees_all_equal(dropped[0], dropped[1])
-    assert not np.allclose(dropped[0], dropped[2])
-    assert not np.allclose(dropped[0], plain)
-
-
 def test_a_language_model_needs_no_source():
     config = dataclasses.replace(CONFIG, has_inputs=False, num_encoder_layers=0)
     batch = {"decoder_input_tokens": TOKENS}
@@ -134,13 +123,6 @@ def test_attention_is_its_equation(backend, causal, monkeypatch):
     monkeypatch.undo()
     derived = gradients_of(*arrays)
     chex.assert_trees_all_close(gradients, derived, atol=2e-4)
-
-
-@pytest.mark.slow
-def test_attention_without_segments_sees_all_keys():
-    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 5, 2, 8))
-    expected = jax.nn.dot_product_attention(q, k, v)
-    chex.assert_trees_all_close(functional.fused_attention(q, k, v), expected, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -16,7 +16,6 @@ from flax.linen import kw_only_dataclasses as flax_dataclasses
 from examples import own_attention  # noqa: F401  (registers "cosine")
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.model.cache import reorder_cache
 from flaxformer_mt.model.layers import EncoderLayer
 from flaxformer_mt.model.stack import stack
 from flaxformer_mt.model.transformer import Embedding, Transformer
@@ -104,27 +103,6 @@ def check_cached_steps(config, tolerance):
 )
 def test_a_cached_step_equals_the_full_pass(name):
     check_cached_steps(CONFIGS[name], tolerance=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["post", "recurrent"])
-def test_hypotheses_can_continue_one_another(name):
-    model, variables, source, _ = initialise(CONFIGS[name])
-    encoded = model.apply(variables, source, method="encode")
-    cache = Transformer(CONFIGS[name]).apply(variables, encoded, source, 2, 4, method="init_cache")
-
-    def step(tokens, cache, position):
-        return model.apply(
-            variables, jnp.array(tokens), cache, jnp.full(2, position), method="decode_step"
-        )
-
-    _, cache = step([[1, 1], [1, 1]], cache, 0)
-    _, cache = step([[5, 6], [7, 8]], cache, 1)
-    swapped, _ = step([[9, 9], [9, 9]], reorder_cache(cache, jnp.array([[1, 0], [1, 1]])), 2)
-    kept, _ = step([[9, 9], [9, 9]], cache, 2)
-    chex.assert_trees_all_close(swapped[0], kept[0, ::-1], atol=1e-6)
-    chex.assert_trees_all_close(swapped[1, 0], kept[1, 1], atol=1e-6)
-    chex.assert_trees_all_close(swapped[1, 1], kept[1, 1], atol=1e-6)
 
 
 @pytest.mark.slow

@@ -72,8 +72,9 @@ def entries(folder):
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
-@pytest.mark.parametrize("with_ema", [False, True])
-@pytest.mark.parametrize(("saved_on", "restored_on"), [(1, 1), (8, 1), (1, 8)])
+@pytest.mark.parametrize(
+    ("saved_on", "restored_on", "with_ema"), [(1, 1, False), (8, 1, True), (1, 8, False)]
+)
 def test_what_is_saved_is_restored_to_the_bit_on_other_devices(
     tmp_path, saved_on, restored_on, with_ema
 ):
@@ -123,17 +124,10 @@ def test_names_that_orbax_reads_as_patterns_are_refused(tmp_path, name):
     assert not (tmp_path / name).exists()
 
 
-@pytest.mark.parametrize("name", ["a*", "a?", "{lr}", "[x", "x]", "~", "$HOME", "a b#%"])
+@pytest.mark.parametrize("name", ["{lr}", "[x", "~", "$HOME", "a b#%*?"])
 def test_other_names_are_written_to(tmp_path, name):
     write_params(tmp_path / name, 1, {"x": np.arange(3.0)})
     np.testing.assert_array_equal(restore_params(tmp_path / name)[1]["x"], np.arange(3.0))
-
-
-def test_a_folder_with_braces_that_cannot_be_written_to(tmp_path):
-    (tmp_path / "{lr}").mkdir()
-    (tmp_path / "{lr}" / "checkpoints").touch()
-    with pytest.raises(UserError, match=r"\{lr\}/checkpoints cannot be written to: File exists$"):
-        Checkpoints(tmp_path / "{lr}")
 
 
 @pytest.mark.parametrize("with_ema", [False, True])
@@ -196,13 +190,6 @@ def test_a_checkpoint_that_cannot_be_removed_is_named(tmp_path, monkeypatch):
     ):
         checkpointer.save(2, make_state(2))
     assert steps_in(tmp_path) == [1, 2]
-
-
-def test_without_any_validation_the_newest_is_the_best(tmp_path):
-    with Checkpoints(tmp_path) as checkpointer:
-        for step in (1, 2):
-            checkpointer.save(step, make_state(step))
-    assert restore_params(tmp_path, "best")[0] == 2
 
 
 @pytest.mark.parametrize("made", [False, True], ids=["no folder", "empty folder"])
@@ -329,12 +316,9 @@ def large_chunk(rows):
 
 HOSTILE = {
     "a chunk that is missing": {"layers.kernel/0.0": lambda _: None},
-    "a chunk that is too short": {"layers.kernel/0.0": lambda content: content[:20]},
     "a large chunk": {"layers.kernel/.zarray": large_chunk(30_000)},
-    "metadata that are missing": {"layers.kernel/.zarray": lambda _: None},
     "metadata that are no JSON": {"layers.kernel/.zarray": lambda _: b"{"},
     "integers": {"layers.kernel/.zarray": lambda text: text.replace(b"<f4", b"<i4")},
-    "an unknown dtype": {"layers.kernel/.zarray": lambda text: text.replace(b"<f4", b"<f3")},
 }
 
 
@@ -416,13 +400,6 @@ def test_when_all_checkpoints_are_damaged_a_run_begins_again(copy):
     with Checkpoints(copy, announce=lines.append) as checkpointer:
         assert checkpointer.latest_step() is None
     assert len(lines) == 3
-
-
-def test_the_best_cannot_be_told_without_the_record_of_each(copy):
-    (copy / "checkpoints" / "2" / "progress.json").unlink()
-    with pytest.raises(UserError, match=r"2/progress\.json is missing or damaged.*\(1, 3\)"):
-        restore_params(copy, "best")
-    assert restore_params(copy, 1)[0] == 1
 
 
 def test_parameters_alone_can_be_used_but_not_trained_on(tmp_path):

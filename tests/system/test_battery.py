@@ -66,23 +66,6 @@ def test_what_has_to_be_equal_is_compared(battery, tmp_path, monkeypatch):
     assert text.count(battery.accelerators_page.NOT_RUN) == len(battery.PARTS) - len(FIRST)
 
 
-@pytest.mark.parametrize(
-    ("part", "limit", "status", "reason"),
-    [
-        (
-            "absent",
-            60,
-            "failed",
-            "exit code 1: ModuleNotFoundError: No module named 'battery_parts.absent'",
-        ),
-        ("parity", 0.1, "timed out", "it took more than 0 seconds"),
-    ],
-)
-def test_a_part_that_does_not_end_well_says_why(battery, tmp_path, part, limit, status, reason):
-    result = battery.run_part(part, battery.Options(tmp_path, tiny=True), limit)
-    assert (result["part"], result["status"], result["reason"]) == (part, status, reason)
-
-
 def test_the_page_is_honest_about_what_was_not_run(battery, tmp_path, monkeypatch):
     page = tmp_path / "accelerators.md"
     monkeypatch.setattr(battery.accelerators_page, "PAGE", page)

@@ -46,6 +46,7 @@ def run_two(folders):
     return outputs, [process.returncode for process in processes]
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path):
     (first, second), codes = run_two([tmp_path / "shared"] * 2)
     assert codes == [0, 0], first[1] + second[1]
