@@ -60,13 +60,9 @@ def test_json_and_back(experiment):
     ("change", "message"),
     [
         ({"d_modle": 3}, "unknown configuration field model.d_modle"),
-        ({"d_model": "wide"}, "model.d_model='wide': must be an integer"),
         ({"d_model": True}, "model.d_model=True: must be an integer"),
-        ({"d_model": 64.0}, "model.d_model=64.0: must be an integer"),
-        ({"has_inputs": 1}, "model.has_inputs=1: must be True or False"),
         ({"norm_position": "middle"}, "model.norm_position='middle': must be one of 'post', 'pre'"),
         ({"dropout_rate": None}, "model.dropout_rate=None: must be a number"),
-        ({"dropout_rate": True}, "model.dropout_rate=True: must be a number"),
         ({"dropout_rate": math.nan}, "model.dropout_rate=nan: must be a finite number"),
     ],
 )
@@ -81,24 +77,12 @@ def test_invalid_json_values_name_the_field(change, message):
     ("group", "change", "message"),
     [
         ("data", {"bucket_lengths": [8, "x"]}, "data.bucket_lengths.1='x': must be an integer"),
-        (
-            "data",
-            {"bucket_lengths": [8, 10**9]},
-            "data.bucket_lengths.1=1000000000: must be at most",
-        ),
         ("data", {"bucket_lengths": 8}, "data.bucket_lengths=8: must be a list"),
-        ("data", {"train_corpora": [{"pth": 1}]}, "unknown configuration field data.train_corpora"),
         (
             "data",
             {"train_corpora": [{"kind": "xml"}]},
             "train_corpora.0.kind='xml': must be one of",
         ),
-        (
-            "data",
-            {"train_corpora": [{"weight": 0}]},
-            "data.train_corpora.0.weight=0: must be above 0",
-        ),
-        ("data", {"train_corpora": [3]}, "data.train_corpora.0=3: must be a group of fields"),
         ("parallel", {"sharding_rules": [["x"]]}, "sharding_rules.0: must have 2 values"),
     ],
 )
@@ -157,15 +141,10 @@ def test_invalid_values_are_rejected(kind, values, message):
     ("values", "message"),
     [
         ({"temperature": 0.7}, "decode.temperature=0.7 needs decode.sampling or decode.mbr_sam"),
-        ({"top_k": 5}, "decode.top_k=5 needs decode.sampling or decode.mbr_samples; its default"),
-        ({"top_p": 0.9}, "decode.top_p=0.9 needs decode.sampling"),
         ({"min_p": 0.1}, "decode.min_p=0.1 needs decode.sampling"),
-        ({"epsilon_cutoff": 0.1}, "decode.epsilon_cutoff=0.1 needs decode.sampling"),
         ({"sampling": True, "mbr_samples": 4}, "decode.mbr_samples=4 exclude each other"),
         ({"sampling": True, "beam_groups": 2}, "decode.beam_groups=2 is for beam search"),
-        ({"mbr_samples": 9, "beam_groups": 2}, "decode.beam_groups=2 is for beam search"),
         ({"shortlist_first": 5}, "decode.shortlist_first=5 needs decode.shortlist"),
-        ({"shortlist_best": 5}, "decode.shortlist_best=5 needs decode.shortlist"),
         ({"min_length": 5, "max_length": 5}, "decode.min_length=5 leaves no room"),
         ({"min_length_factor": 2.0}, "decode.min_length_factor=2.0 is more than decode.max_len"),
     ],

@@ -41,15 +41,10 @@ def test_signatures_are_of_cased_detokenized_text():
 
 SPACELESS = {
     "これはペンです。": ("char", "tercom-char"),
-    "ｺﾚﾊﾍﾟﾝﾃﾞｽ": ("char", "tercom-char"),
     "今日は天気が良いので散歩します。": ("char", "tercom"),
     "我们今天去北京，好吗？": ("zh", "tercom"),
-    "時々雨、後晴れ": ("char", "tercom"),
     "ฉันรักกาแฟมาก": ("char", "tercom-char"),
-    "ຂ້ອຍມັກກາເຟຫຼາຍ": ("char", "tercom-char"),
-    "ខ្ញុំចូលចិត្តកាហ្វេ": ("char", "tercom-char"),
     "ကျွန်တော်ကော်ဖီကြိုက်တယ်": ("char", "tercom-char"),
-    "བོད་སྐད་ཤེས་ཀྱི་ཡོད།": ("char", "tercom-char"),
 }
 
 
@@ -69,8 +64,6 @@ def test_the_text_says_how_its_words_are_separated(reference, tokenizers):
     [
         ["Ein Hund."],
         ["Cà phê 咖啡 rất ngon, bạn ơi."],
-        ["나는 커피를 좋아해요."],
-        ["...", "12"],
         [""],
     ],
 )
@@ -84,10 +77,7 @@ def test_words_with_spaces_have_the_tokenizers_of_sacrebleu(references):
     ("reference", "tokenize", "is_wrong"),
     [
         ("これはペンです。", "13a", True),
-        ("これはペンです。", "zh", True),
         ("これはペンです。", "char", False),
-        ("これ は ペン です 。", "none", False),
-        ("我们今天去北京", "intl", True),
         ("我们今天去北京", "zh", False),
         ("Ein Hund.", "13a", False),
     ],

@@ -57,20 +57,12 @@ def test_a_model_of_absurd_size_is_refused_at_once(fields, message):
     ("model", "data", "train", "expected"),
     [
         ({"num_encoder_layers": 10_000}, {}, {}, "470.1 GiB"),
-        ({"num_heads": 4}, {}, {"batch_tokens": 2**30}, "512.7 GiB"),
-        ({}, {"source_row_length": 2**20}, {}, "131,080.7 GiB"),
         (
             {},
             {"source_row_length": 2**20},
             {},
             "in rows of 1,048,576 source tokens and 128 target tokens (data.source_row_length, "
             "data.target_row_length) takes, on each device, at least ",
-        ),
-        (
-            {"has_inputs": False},
-            {"target_row_length": 2**20},
-            {"batch_tokens": 2**23},
-            "in rows of 1,048,576 target tokens (data.target_row_length)",
         ),
         (
             {},

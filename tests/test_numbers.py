@@ -13,11 +13,7 @@ from flaxformer_mt.training.devices import seed_key
     ("arguments", "message"),
     [
         (["average", "--run", "x", "--last", "0"], "--last=0: must be at least 1"),
-        (["average", "--run", "x", "--best", "-1"], "--best=-1: must be at least 1"),
-        (["average", "--run", "x", "--last", str(10**20)], "--last=100000000000000000000: must be"),
         (["parity", "--family", "torch", "--seed", "-1"], "--seed=-1: must be at least 0"),
-        (["parity", "--family", "torch", "--seed", str(10**20)], "--seed=100000000000000000000: "),
-        (["parity", "--family", "torch", "--steps", "-1"], "--steps=-1: must be at least 0"),
         (["parity", "--family", "torch", "--steps", "1000000000"], "--steps=1000000000: must be"),
     ],
 )

@@ -183,22 +183,15 @@ def test_it_answers_as_openai_does(client, translator, trained_run):
 
 REFUSED = {
     "no JSON": (400, "/translate", b'{"q": ', "the body is not valid JSON: "),
-    "no UTF-8": (400, "/translate", b'{"q": "\xff"}', "the body is not valid JSON: 'utf-8'"),
-    "deep JSON": (400, "/translate", b"[" * 9999, "the body is not valid JSON: "),
-    "a long number": (400, "/translate", b'{"q": ' + b"1" * 9000, "the body is not valid JSON: "),
     "a list": (400, "/translate", b"[]", "must be a JSON object, not a list"),
     "no text": (400, "/translate", PAIR, "q must be a string or a list of strings"),
-    "no texts": (400, "/translate", {**PAIR, "q": []}, "q must be a string or a list of strings"),
-    "numbers": (400, "/translate", {**PAIR, "q": ["a", 1]}, "q must be a string or a list of"),
     "a surrogate": (400, "/translate", {**PAIR, "q": "\ud800"}, "not valid Unicode"),
-    "no target": (400, "/translate", {"q": "a", "source": "en"}, "target must be a string, and is"),
     "languages": (
         400,
         "/translate",
         {"q": "a", "source": "de", "target": "en"},
         "de to en is not supported; there is en to de",
     ),
-    "HTML": (400, "/translate", {**PAIR, "q": "a", "format": "html"}, 'only "text" is supported'),
     "alternatives": (
         400,
         "/translate",
@@ -211,8 +204,6 @@ REFUSED = {
     "no route": (404, "/translation", {**PAIR, "q": "a"}, "POST /translation: Not Found"),
     "no model": (404, "/v1/completions", {"model": "gpt", "prompt": "a"}, "no model 'gpt'; there"),
     "a stream": (400, "/v1/completions", {"prompt": "a", "stream": True}, "stream: only false"),
-    "no messages": (400, "/v1/chat/completions", {"model": "trained_run"}, "a list of objects"),
-    "no user": (400, "/v1/chat/completions", {"messages": [{"role": "system"}]}, 'role "user"'),
     "an image": (
         400,
         "/v1/chat/completions",
@@ -515,8 +506,7 @@ def test_pages_of_other_origins_are_allowed_by_option(recorded):
             assert allowed(client, "OPTIONS", "/translate", **asked) == answer
 
 
-MALFORMED = [REFUSED[name] for name in ("no JSON", "numbers", "a list", "deep JSON", "no UTF-8")]
-MALFORMED += [REFUSED[name] for name in ("a long text", "no route", "no model", "a surrogate")]
+MALFORMED = [REFUSED[name] for name in ("no JSON", "a list", "a long text", "no route", "no model")]
 
 
 @pytest.mark.slow

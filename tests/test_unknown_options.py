@@ -110,23 +110,13 @@ def test_an_option_of_another_program_names_ours(option):
 @pytest.mark.parametrize(
     ("command", "option", "ours"),
     [
-        ("translate", "--beam", "--beam-size"),
         ("translate", "--num_beams", "--beam-size"),
         ("translate", "--batch-size", "--batch-tokens"),
-        ("translate", "--src", "--input"),
         ("translate", "--model", "--run"),
-        ("translate", "-o", "--output"),
         ("translate", "--nbest", "--n-best"),
-        ("score", "--tgt", "--target"),
         ("evaluate", "--ref", "--reference"),
-        ("average", "--output_dir", "--output"),
-        ("plot", "--metric", "--metrics"),
         ("convert", "--frm", "--from"),
-        ("inspect", "--check-point", "--checkpoint"),
-        ("prepare", "--source-lang", "--source-language"),
-        ("parity", "--familly", "--family"),
         ("attention", "--src", "--source"),
-        ("lexicon", "--out", "--output"),
         ("configs", "--copi", "--copy"),
     ],
 )

@@ -181,30 +181,10 @@ def test_unknown_text_is_not_sampled(joint):
 
 
 DAMAGES = [
-    ("source.spm", b"no model", "source.spm is not a SentencePiece model"),
     ("source.spm", b"", "source.spm is not a SentencePiece model: it is empty"),
     ("target.spm", None, "target.spm is missing"),
     ("vocab.json", b'["a"]', "vocab.json is damaged: expected an object"),
-    ("vocab.json", b'{"<unk>": 0, "a": 100000000000}', "expected an integer <= 16777215"),
-    ("vocab.json", b'{"<unk>": 0, "a": -1}', "expected an integer >= 0"),
-    ("vocab.json", b'{"a": 0}', "vocab.json has no <unk>"),
-    ("vocab.json", b'{"<unk>": 0, "a": 1.0}', "[...]: expected an integer, got"),
-    ("vocab.json", b'{"<unk>": 0, "a": true}', "[...]: expected an integer, got"),
-    ("vocab.json", b'{"<unk>": 0, "a": 1, "b": 1}', "'a' and 'b' have the same id, 1"),
-    ("vocab.json", b'{"a": ' * 100_000, "vocab.json is damaged: its JSON is nested too deeply"),
-    ("vocab.json", b'{"a": ' + b"1" * 5000 + b"}", "a number of too many digits"),
     ("tokenizer_config.json", b"{", "tokenizer_config.json is damaged"),
-    (
-        "added_tokens.json",
-        b'{"<new>": "9"}',
-        "added_tokens.json is damaged: [...]: expected an integer",
-    ),
-    (
-        "added_tokens.json",
-        b'{"<new>": 9.5}',
-        "added_tokens.json is damaged: [...]: expected an integer",
-    ),
-    ("added_tokens.json", b'{"": 9}', "a special token is empty"),
 ]
 
 
@@ -228,15 +208,9 @@ REJECTED = {
     },
     "a special token is {'lstrip': True}, not a text": {"mask_token": {"lstrip": True}},
     "vocab.json has no <what>": {"unk_token": "<what>"},
-    "a special token is empty": {"pad_token": ""},
     "it has no pad_token": {"pad_token": None},
-    "a special token is {'content': 3}, not a text": {"eos_token": {"content": 3}},
     "added_tokens_decoder: expected a string matching": {
         "added_tokens_decoder": {"x": {"content": "<mask>"}}
-    },
-    "the id of an added token is -1": {"added_tokens_decoder": {"-1": {"content": "<mask>"}}},
-    "the id of an added token is 99999999": {
-        "added_tokens_decoder": {"99999999": {"content": "<mask>"}}
     },
     "it has more than 10000 added tokens": {
         "extra_special_tokens": [f"<{number}>" for number in range(10_001)]

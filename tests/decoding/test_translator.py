@@ -166,15 +166,9 @@ def test_phrases_are_not_supported_with_sampling(talker):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"n_best": 4}, "decode.n_best=4 is more than decode.beam_size=3"),
-        ({"beam_size": 0}, "decode.beam_size=0: must be at least 1"),
-        ({"length_penalty": -100.5}, "decode.length_penalty=-100.5: must be at least -100"),
         ({"bad_words": ("house", "")}, "decode.bad_words has an empty word"),
-        ({"bad_word_ids": ("\u0661\u0667",)}, "must be comma-separated token ids"),
         ({"bad_word_ids": ("7,9999",)}, "decode.bad_word_ids: 9999 is not a token"),
-        ({"bad_word_ids": ("9" * 5000,)}, r'decode.bad_word_ids: "9{40}\.\.\." must be comma-sep'),
         ({"copy_unknown": True, "alignment_layer": 3}, "decode.alignment_layer=3"),
-        ({"shortlist": "nowhere"}, "decode.shortlist=nowhere: there is no such file"),
     ],
 )
 def test_options_out_of_range_are_rejected(talker, options, message):

@@ -278,14 +278,10 @@ def test_data_json_cannot_be_replaced(begun, tmp_path, tokenizers, change):
     ("changes", "reason"),
     [
         ({"format": 2}, "the run has format 2, and this version of flaxformer_mt reads format 1"),
-        ({"format": "1"}, "the run has format '1', and this version"),
-        ({"format": None}, "the run has format None, and this version"),
-        ({"sha256": 3}, "sha256: expected a string, got an integer"),
         (
             {"files": {"a": {"bytes": "3", "sha256": ""}}},
             r"files\[...\].bytes: expected an integer",
         ),
-        ({"train": "0123"}, "train: expected a list, got a string"),
         ({"unknown": 1}, "its checksum is that of other content"),
         ("", "damaged"),
     ],
