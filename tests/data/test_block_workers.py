@@ -75,9 +75,9 @@ def read(stream, count, position=DataPosition(), shard=Shard()):  # noqa: B008
 def test_batches_are_the_same_with_any_number_of_workers(kind, data):
     """Across blocks and epochs, and resumed in the middle by another number of workers."""
     expected = read(stream_of(0, kind, **data), 100)
-    chex.assert_trees_all_equal(read(stream_of(1, kind, **data), 61), expected[:61])
+    chex.assert_trees_all_equal(read(stream_of(2, kind, **data), 61), expected[:61])
     _, position = expected[60]
-    chex.assert_trees_all_equal(read(stream_of(3, kind, **data), 39, position), expected[61:])
+    chex.assert_trees_all_equal(read(stream_of(1, kind, **data), 39, position), expected[61:])
     after = expected[-1][1]
     assert max(after.streams or [(after.epoch, after.block)])[:2] > (0, 0)
 
@@ -99,7 +99,7 @@ def test_a_worker_makes_the_rows_of_its_process_only(monkeypatch):
 
 
 def test_errors_of_workers_arrive():
-    stream = stream_of(2, subword_sampling=0.1)
+    stream = stream_of(1, subword_sampling=0.1)
     stream._arguments = (*stream._arguments[:-1], None)
     with pytest.raises(ValueError, match="needs a vocabulary to sample from") as error:
         read(stream, 1)
@@ -128,9 +128,7 @@ def wait_until(condition):
         time.sleep(0.05)
 
 
-@pytest.mark.slow_except("2")
-@pytest.mark.parametrize("killed", [1, 2])
-def test_batches_go_on_when_workers_are_killed(killed, caplog):
+def test_batches_go_on_when_workers_are_killed(caplog):
     expected = read(stream_of(0, subword_sampling=0.2), 40)
     found = []
     with (
@@ -138,7 +136,7 @@ def test_batches_go_on_when_workers_are_killed(killed, caplog):
         stream_of(2, subword_sampling=0.2).prefetched(Shard(), lambda b: b, DataPosition()) as it,
     ):
         found += [next(it) for _ in range(5)]
-        for worker in children(os.getpid())[:killed]:
+        for worker in children(os.getpid()):
             os.kill(worker, signal.SIGKILL)
         found += [next(it) for _ in range(35)]
     chex.assert_trees_all_equal(found, expected)
@@ -146,6 +144,7 @@ def test_batches_go_on_when_workers_are_killed(killed, caplog):
     assert not children(os.getpid())
 
 
+@pytest.mark.slow_except("KILL")
 @pytest.mark.parametrize("advice", ["CONT", "KILL"])
 def test_a_worker_that_is_stopped_is_named_and_its_advice_helps(advice, monkeypatch):
     expected = read(stream_of(0, subword_sampling=0.2), 100)
@@ -205,7 +204,7 @@ SCRIPT = """
 
 
 @pytest.mark.slow_except("SIGKILL")
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGINT"])
 def test_no_worker_outlives_the_process(name):
     script = "\n".join(line.strip() for line in SCRIPT.splitlines()).replace("pass", "    pass")
     command = [sys.executable, "-c", script]

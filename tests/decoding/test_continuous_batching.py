@@ -48,7 +48,8 @@ def make_batcher(decode=BEAM):
 @functools.cache
 def requests():
     rng = np.random.default_rng(0)
-    sources = [[*rng.integers(3, 30, size=length).tolist(), 2] for length in range(1, 30)]
+    # All fit into the same shape, of 16 source tokens.
+    sources = [[*rng.integers(3, 30, size=1 + n % 14).tolist(), 2] for n in range(28)]
     return [
         Request(source, 0, 8 if number % 2 else 40, seed=number)
         for number, source in enumerate(sources)
@@ -56,8 +57,8 @@ def requests():
 
 
 @functools.cache
-def together(decode=BEAM):
-    return dict(make_batcher(decode).decode(requests()))
+def together():
+    return dict(make_batcher().decode(requests()))
 
 
 def assert_same(found, expected):
@@ -68,34 +69,18 @@ def assert_same(found, expected):
         np.testing.assert_allclose(one.scores, expected[index].scores, rtol=ROUNDING)
 
 
-SAMPLES = dataclasses.replace(BEAM, beam_size=1, sampling=True, n_best=3)
-
-
-@pytest.mark.parametrize(
-    "decode",
-    [
-        pytest.param(BEAM, id="beam"),
-        pytest.param(SAMPLES, id="samples", marks=pytest.mark.slow),
-    ],
-)
-def test_results_do_not_depend_on_order_or_other_sentences(decode):
-    all_found = together(decode)
-    assert sorted(all_found) == list(range(29))
+def test_results_do_not_depend_on_order_or_other_sentences():
+    all_found = together()
+    assert sorted(all_found) == list(range(28))
     # Rows are reused at different times, and some hypotheses outgrow the initial arrays.
     assert {len(found.tokens[0]) for found in all_found.values()} >= {8, 40}
-    order = np.random.default_rng(2).permutation(29)
+    order = np.random.default_rng(2).permutation(28)
     for some in (order, order[:5]):
-        found = dict(make_batcher(decode).decode([requests()[index] for index in some]))
+        found = dict(make_batcher().decode([requests()[index] for index in some]))
         assert_same(
             {int(some[number]): item for number, item in found.items()},
             {int(index): all_found[int(index)] for index in some},
         )
-
-
-def test_longer_arrays_change_nothing(monkeypatch):
-    monkeypatch.setattr(continuous_batching, "MIN_TARGET_LENGTH", 64)
-    found = dict(make_batcher().decode(requests()[15:]))
-    assert_same(found, {index: together()[index + 15] for index in range(14)})
 
 
 def test_parameters_that_are_not_finite_find_nothing():
@@ -160,21 +145,8 @@ def test_defaults_of_devices_and_batches_follow_the_platform(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param(
-            {"tie_embeddings": "none", "position_kind": "learned", "max_length": 8},
-            marks=pytest.mark.slow,
-        ),
-        {"decoder_kind": "ssru", "embedding_norm": True},
-        pytest.param(
-            {"position_kind": "t5_relative", "scan_layers": False}, marks=pytest.mark.slow
-        ),
-    ],
-)
-def test_matrices_in_bfloat16_change_no_bit(options):
-    model = dataclasses.replace(MODEL, dtype="bfloat16", **options)
+def test_matrices_in_bfloat16_change_no_bit():
+    model = dataclasses.replace(MODEL, dtype="bfloat16", decoder_kind="ssru", embedding_norm=True)
     tokens = np.arange(3, 11, dtype=np.int32).reshape(2, 4)
     whole = jax.jit(Transformer(model).init)(jax.random.key(0), tokens, tokens)["params"]
     rounded = rounded_matrices(model, whole)

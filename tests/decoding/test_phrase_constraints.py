@@ -121,7 +121,7 @@ def assert_row_is(result, row, expected):
     assert (result.scores[row, len(scores) :] == np.float32(IMPOSSIBLE)).all()
 
 
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(seeds, three_constraints(SHORT))
 def test_a_wide_beam_finds_the_best_with_all_phrases(seed, per_row):
     world, options = random_world(seed), options_of(ALL)

@@ -92,7 +92,7 @@ def search_slowly(world, row, constraints, options):
 
 @pytest.mark.slow_except("all")
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(seeds, ends, numbers, three_constraints)
 def test_search_matches_the_slow_search(arrangement, seed, end, numbers, per_row):
     world, options = random_world(seed, end), with_numbers(ARRANGEMENTS[arrangement], numbers)
@@ -129,6 +129,7 @@ def test_search_stops_when_nothing_better_is_expected(alpha, early_stopping, ste
     assert sorted(steps_taken) == list(range(steps))
 
 
+@pytest.mark.slow_except("all")
 @pytest.mark.parametrize("arrangement", ["greedy", "never", "all"])
 def test_logits_that_are_not_finite_give_no_hypothesis(arrangement):
     logits, attention = random_world(0)
@@ -140,11 +141,10 @@ def test_logits_that_are_not_finite_give_no_hypothesis(arrangement):
         assert (result.scores == np.float32(IMPOSSIBLE)).all()
 
 
-@pytest.mark.parametrize("arrangement", ["greedy, penalties", "rules"])
-def test_an_impossible_wish_gives_no_hypothesis_and_disturbs_no_other(arrangement):
+def test_an_impossible_wish_gives_no_hypothesis_and_disturbs_no_other():
     # Only the end token is left to choose from, and it would come too early.
     impossible = Constraints(P, minimum=2, allowed=frozenset({EOS}))
-    world, options = random_world(0), ARRANGEMENTS[arrangement]
+    world, options = random_world(0), ARRANGEMENTS["all"]
     result = find(world, batched([Constraints(P), impossible, Constraints(P)]), options)
     assert (result.lengths[:, 0] > 0).tolist() == [True, False, True]
     assert not np.isnan(result.scores).any()

@@ -227,10 +227,6 @@ def test_a_saved_run_is_a_run_folder(tmp_path, model):
     chex.assert_trees_all_equal(found.params, params)
     assert describe_run(folder)["step"] == 7
     assert json.loads((folder / "checkpoints" / "7" / "manifest.json").read_text())["files"]
-    sentences = ["a dog runs", "the cat"]
-    options = {"beam_size": 1, "max_length": 8}
-    translations = fmt.Translator.from_run(folder).translate(sentences, **options)
-    assert translations == fmt.translate(config, params, tokenizers, sentences, **options)
 
 
 @pytest.mark.parametrize(
