@@ -5,7 +5,6 @@ import gzip
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 import types
@@ -15,7 +14,6 @@ import optax
 import pytest
 from talker import DATA, make_talker, random_params, sentences
 
-import flaxformer_mt
 from flaxformer_mt.cli import entry_points, main, program
 from flaxformer_mt.cli.output import line_writer
 from flaxformer_mt.config import DecodeConfig, ExperimentConfig, to_json
@@ -281,12 +279,6 @@ def test_evaluate_without_files_takes_the_test_split_of_the_run(run, command, tm
     assert_rejected(refused, "has no test split")
 
 
-def test_the_package_is_the_command_line():
-    command = [sys.executable, "-m", "flaxformer_mt", "--version"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout == f"flaxformer-mt {flaxformer_mt.__version__}\n"
-
-
 def test_translate_prompts_on_a_terminal(run, monkeypatch, capfdbinary):
     expected = Translator.from_run(run).translate(LINES[:2])
     keyboard, terminal = os.openpty()
@@ -474,17 +466,6 @@ def test_closed_standard_streams_are_errors(printed, run, monkeypatch):
     assert printed(sys.stdout, "translate", "--run", run) == (1, unreadable)
 
 
-def test_a_closed_standard_output_is_not_taken_by_another_file():
-    command = shlex.join([sys.executable, "-c", START, "--help"])
-    result = subprocess.run(
-        f"{command} >&-", shell=True, capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 1
-    assert result.stderr == (
-        "flaxformer-mt: error: standard output cannot be written: Bad file descriptor\n"
-    )
-
-
 def test_help_does_not_import_jax():
     code = (
         "import sys, flaxformer_mt.cli as cli\n"
@@ -519,16 +500,6 @@ def examples(text):
 
 def docstring(name):
     return next(group[name].__doc__ for group in program.COMMANDS.values() if name in group)
-
-
-def test_help_shows_bounds_and_hides_empty_defaults(capsys):
-    with pytest.raises(SystemExit):
-        main(["translate", "--help"])
-    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert re.search(r"--beam-size INT [^-]*\(default: 4; >= 1\)", text)
-    assert re.search(r"--top-p FLOAT .*\(default: 1.0; in \(0, 1\]\)", text)
-    assert "(default: )" not in text
-    assert "None" not in text
 
 
 def test_the_overview_fits_a_screen(capsys, monkeypatch):

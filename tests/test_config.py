@@ -19,13 +19,11 @@ from flaxformer_mt.config import (
     TrainConfig,
     TransformerConfig,
 )
-from flaxformer_mt.config.experiment import groups, values_with
+from flaxformer_mt.config.experiment import groups
 from flaxformer_mt.config.fields import (
-    Bounds,
     FieldRole,
     bounds_of,
     option,
-    roles_of,
     type_hints,
 )
 from flaxformer_mt.errors import UserError
@@ -211,15 +209,6 @@ def test_a_field_without_a_role_cannot_be_declared():
         option(3, FieldRole.RUNNING)
 
 
-def test_an_undeclared_field_is_rejected():
-    @dataclasses.dataclass(frozen=True)
-    class Undeclared:
-        name: str = ""
-
-    with pytest.raises(TypeError, match="name is not declared with option"):
-        roles_of(dataclasses.fields(Undeclared)[0])
-
-
 @pytest.mark.parametrize(("kind", "field"), FIELDS, ids=identify)
 def test_exactly_the_numbers_have_bounds_and_defaults_are_within(kind, field):
     bounds = bounds_of(field)
@@ -262,29 +251,6 @@ def test_the_ends_of_an_interval_and_sentinels_are_valid(kind, field):
     valid = [end for end, is_excluded in ends if not is_excluded] + list(bounds.also)
     assert [bounds.problem(value) for value in valid] == [""] * len(valid)
     assert bounds.problem(field.default if field.default != (16, 32, 64) else 16) == ""
-
-
-@pytest.mark.parametrize(
-    ("bounds", "text", "problem"),
-    [
-        (Bounds(0, 1, excludes_highest=True), "in [0, 1)", "must be below 1"),
-        (Bounds(0, 1, excludes_lowest=True), "in (0, 1]", "must be at most 1"),
-        (Bounds(0, 1, also=(-1,)), "in [0, 1] or -1", "must be at most 1, or -1"),
-        (Bounds(1, 999, is_limit=True), ">= 1", "must be at most 999"),
-        (Bounds(0, 999, excludes_lowest=True, is_limit=True), "> 0", "must be at most 999"),
-        (Bounds(0, 999, is_limit=True), "", "must be at most 999"),
-    ],
-)
-def test_bounds_print_what_is_worth_knowing(bounds, text, problem):
-    assert str(bounds) == text
-    assert bounds.problem(1000) == problem
-
-
-def test_values_with_a_role_are_named_as_on_the_command_line():
-    values = values_with(ExperimentConfig(data=DataConfig(max_words=7)), FieldRole.TOKENS)
-    assert values["data.max_words"] == 7
-    assert values["model.has_inputs"] is True
-    assert "data.path" not in values
 
 
 def test_a_loss_that_excludes_padding_needs_a_padding_token():

@@ -271,17 +271,6 @@ def test_a_function_that_scores_sentences_is_resampled_as_other_metrics():
         assert 0 < scores["third"]["shared"].p_value < 0.05 < scores["second"]["shared"].p_value
 
 
-def test_functions_get_the_sources():
-    seen = []
-    evaluate(
-        HYPOTHESES, REFERENCES, sources=["a", "b"], standard=(),
-        metrics={"mine": lambda *given: seen.append(given) or 1.0},
-    )  # fmt: skip
-    assert seen == [(["a", "b"], HYPOTHESES, [REFERENCES])]
-    with pytest.raises(UserError, match="2 translations, but 1 sources"):
-        evaluate(HYPOTHESES, REFERENCES, sources=["a"])
-
-
 @pytest.mark.parametrize(
     ("result", "error", "message"),
     [

@@ -2,7 +2,6 @@
 
 import dataclasses
 import resource
-from pathlib import Path
 
 import jax
 import pytest
@@ -20,7 +19,6 @@ from flaxformer_mt.config import (
 from flaxformer_mt.config.experiment import with_changes
 from flaxformer_mt.data import run_text
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.runs import orbax_errors
 from flaxformer_mt.training.devices import CompiledStep, make_devices
 from flaxformer_mt.training.memory import require_training_memory
 
@@ -125,13 +123,6 @@ def test_exhausted_memory_is_one_line(monkeypatch, capsys):
     assert main(["translate"]) == 1
     line = "flaxformer-mt: error: the memory of this process is exhausted (MemoryError)\n"
     assert capsys.readouterr().err == line
-
-
-@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't start new thread")])
-def test_a_checkpoint_that_cannot_be_read_for_lack_of_memory_is_not_called_damaged(error):
-    reason = "7 cannot be read: Cannot allocate memory"
-    with pytest.raises(UserError, match=reason), orbax_errors.reading(Path("7")):
-        raise ValueError("while reading") from error
 
 
 @pytest.mark.slow

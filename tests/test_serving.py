@@ -11,14 +11,11 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
 import flaxformer_mt as fmt
 from flaxformer_mt.cli import main
-from flaxformer_mt.config import DataConfig
-from flaxformer_mt.data.corpora.corpus import load_corpus
 from flaxformer_mt.decoding.translator import Hypothesis
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.serving import batching, http
@@ -300,16 +297,6 @@ def is_healthy(client):
         return b"200 OK" in client.raw(HEALTH + b"Connection: close\r\n\r\n")
 
 
-def test_half_headers_do_not_lock_others_out(recorded):
-    with (
-        serving([recorded], read_seconds=0.1, connections=5) as client,
-        contextlib.ExitStack() as stack,
-    ):
-        for _ in range(22):
-            stack.enter_context(client.connection()).sendall(HEALTH[:1])
-        until(lambda: is_healthy(client))
-
-
 def test_an_answer_that_nobody_reads_ends_its_connection(recorded, patience):
     recorded.translator.repeated = 10_000_000
     with serving([recorded], connections=2) as client, socket.socket() as connection:
@@ -384,16 +371,6 @@ def test_a_request_whose_client_has_gone_is_not_translated(recorded):
     assert recorded.translator.calls == [["first"], ["kept"]]
 
 
-def test_a_batch_is_limited(recorded, monkeypatch):
-    monkeypatch.setattr(batching, "BATCH_CHARACTERS", 10)
-    with serving([recorded]) as client:
-        with busy(recorded, client):
-            answers = in_threads(client, ["a" * 6] * 5)
-            until(lambda: recorded.queue.qsize() == 5)
-        assert {answer.result()[0] for answer in answers} == {200}
-    assert [len(call) for call in recorded.translator.calls] == [1, 2, 2, 1]
-
-
 def test_others_of_a_batch_are_answered_when_one_fails(recorded, capsys):
     with serving([recorded]) as client:
         with busy(recorded, client):
@@ -465,12 +442,6 @@ def program(run, *options):
             process.kill()
 
 
-def peak_memory(process):
-    """Returns the most memory that a process has had, in bytes."""
-    status = Path(f"/proc/{process.pid}/status").read_text()
-    return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", status)[1])
-
-
 def test_sigterm_ends_it_when_everything_is_answered(trained_run):
     with program(trained_run) as (process, client):
         expected = client.post("/translate", {"q": "two birds", **PAIR})
@@ -504,38 +475,3 @@ def test_pages_of_other_origins_are_allowed_by_option(recorded):
         with serving([recorded], origins) as client:
             assert allowed(client, "GET", "/health") == answer
             assert allowed(client, "OPTIONS", "/translate", **asked) == answer
-
-
-MALFORMED = [REFUSED[name] for name in ("no JSON", "a list", "a long text", "no route", "no model")]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
-def test_it_stands_a_load_of_good_and_malformed_requests(trained_run, translator):
-    texts = load_corpus(DataConfig(corpus="phrases", generated_pairs=400), "train").sources[:300]
-    expected = dict(zip(texts, translator.translate(texts), strict=True))
-
-    def ask(number):
-        """Returns what a request should be answered, and what it is."""
-        if number % 20 == 0:
-            status, path, body, _ = MALFORMED[number // 20 % len(MALFORMED)]
-            return status, client.post(path, body)[0]
-        text = texts[number % len(texts)]
-        if number % 2:
-            answer = client.post("/translate", {"q": text, **PAIR})
-            return (200, {"translatedText": expected[text]}), answer
-        asked = {"model": trained_run.name, "messages": [{"role": "user", "content": text}]}
-        status, answer = client.post("/v1/chat/completions", asked)
-        return (200, expected[text]), (status, answer["choices"][0]["message"]["content"])
-
-    with program(trained_run) as (process, client):
-        client.post("/translate", {"q": "a", **PAIR})
-        before = peak_memory(process)
-        assert client.post("/translate", b" " * 50_000_000)[0] == 413
-        assert peak_memory(process) - before < 20_000_000
-        with concurrent.futures.ThreadPoolExecutor(16) as pool:
-            answers = list(pool.map(ask, range(1000)))
-        assert client.get("/health") == (200, {"status": "ok"})
-        process.send_signal(signal.SIGINT)
-        assert process.wait(600) == 0
-    assert [each for each in answers if each[0] != each[1]] == []

@@ -53,24 +53,6 @@ def test_evaluation_batches_contain_every_pair_once_in_one_shape():
     assert {shape_of(batch) for batch in batches} == {packed_shape(CONFIG)}
 
 
-def test_evaluation_batches_are_no_larger_than_microbatches():
-    train = dataclasses.replace(CONFIG.train, accumulation_steps=2)
-    corpus = encoded([[5, 5, 5, 2]] * 10, [[6, 6, 6, 6, 2]] * 10)
-    batches = evaluation_batches(corpus, dataclasses.replace(CONFIG, train=train))
-    assert {shape_of(batch).rows for batch in batches} == {packed_shape(CONFIG).rows // 2}
-    assert sorted(pair for batch in batches for pair in pairs_in(batch)) == all_pairs(corpus)
-
-
-def test_last_evaluation_batch_is_padded_with_empty_rows():
-    # Five rows of two pairs each.
-    corpus = encoded([[5, 5, 5, 2]] * 10, [[6, 6, 6, 6, 2]] * 10)
-    batches = evaluation_batches(corpus, CONFIG)
-    assert [batch.decoder_loss_weights.sum(axis=1).tolist() for batch in batches] == [
-        [10, 10, 10, 10],
-        [10, 0, 0, 0],
-    ]
-
-
 def test_evaluation_does_not_truncate_long_pairs():
     long = [(13, 4), (4, 11), (16, 16), (17, 5), (100, 5_000)]
     corpus = pairs_of_lengths([(3, 4), *long, (5, 6)])

@@ -227,14 +227,6 @@ def test_no_worker_outlives_the_process(name):
     assert errors.count("Traceback") == (name == "SIGINT")
 
 
-def test_workers_import_neither_jax_nor_tensorflow():
-    check = "import sys, flaxformer_mt.data.stream.block_workers; print(*sys.modules)"
-    printed = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True).stdout
-    modules = printed.split()
-    assert "flaxformer_mt.data.stream.blocks" in modules
-    assert not {"jax", "flax", "optax", "tensorflow", "torch", "transformers"} & {*modules}
-
-
 def test_the_default(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(6))
     assert default_workers(10**7, False, "gpu") == 4

@@ -3,13 +3,11 @@ import gzip
 import os
 import shutil
 import sys
-from pathlib import Path
 
 import pytest
 
 from flaxformer_mt.config import CorpusConfig, DataConfig
 from flaxformer_mt.data.corpora.corpus import (
-    HELD_OUT_PAIRS,
     ParallelCorpus,
     load_corpus,
     open_corpora,
@@ -128,17 +126,6 @@ def test_missing_files_and_folders(tmp_path):
         read_lines(tmp_path)
 
 
-def test_a_named_pipe_is_refused_but_process_substitution_is_read(tmp_path):
-    os.mkfifo(tmp_path / "pipe")  # To open it would wait for a writer.
-    with pytest.raises(UserError, match="pipe: a named pipe, not a file"):
-        read_lines(tmp_path / "pipe")
-    reading, writing = os.pipe()
-    os.write(writing, b"A house.\n")
-    os.close(writing)
-    assert read_lines(Path(f"/dev/fd/{reading}")) == ["A house."]
-    os.close(reading)
-
-
 def test_tsv_pairs(tmp_path):
     config = DataConfig(corpus="tsv", path=str(tmp_path))
     (tmp_path / "train.tsv").write_text("A house.\tEin Haus.\r\n\tZwei\n", encoding="utf-8")
@@ -236,16 +223,6 @@ def test_fingerprints_depend_on_the_content_and_not_on_names(tmp_path):
     assert fingerprint(moved, train_corpora=(CorpusConfig(tag="<2de>"),)) != first
     write_pair(tmp_path / "b", german=GERMAN.replace("Zwei", "zwei"), name="europarl")
     assert fingerprint(moved) != first
-
-
-@pytest.mark.parametrize("kind", ["phrases", "reverse"])
-def test_generated_splits_are_distinct_disjoint_and_reproducible(kind):
-    config = DataConfig(corpus=kind, target_language="fr", generated_pairs=1500)
-    splits = {split: load_corpus(config, split) for split in ("train", "valid", "test")}
-    assert [len(corpus) for corpus in splits.values()] == [1500, HELD_OUT_PAIRS, HELD_OUT_PAIRS]
-    sources = [source for corpus in splits.values() for source in corpus.sources]
-    assert len(set(sources)) == len(sources)
-    assert load_corpus(config, "valid") == splits["valid"]
 
 
 def test_a_random_sample_is_the_same_each_time_and_of_all_the_text():
@@ -353,23 +330,6 @@ def test_tfds_truncated_file(prepared, tmp_path, left, message):
     os.truncate(shard, int(left * shard.stat().st_size))
     with pytest.raises(UserError, match=rf"moved/train {message}.*: prepare or copy it again"):
         load_corpus(tfds_config(str(moved)), "train")
-
-
-def test_tfds_example_by_example_in_other_languages(tmp_path):
-    folder = prepare_with_tfds(
-        tmp_path,
-        lambda features: features.FeaturesDict({"talk": features.TranslationVariableLanguages()}),
-        [
-            {"talk": {"en": "house", "de": ["Haus", "Heim"], "fr": "maison"}},
-            {"talk": {"de": "Baum", "fr": "arbre"}},
-        ],
-    )
-    config = tfds_config(folder)
-    assert list(open_corpora(config, "train")[0].pairs()) == [("house", "Haus")]
-    (model,) = open_corpora(dataclasses.replace(config, target_language="fr"), "train", False)
-    assert sorted(model.pairs()) == [("", "arbre"), ("", "maison")]
-    with pytest.raises(UserError, match="has no example in en and ru"):
-        load_corpus(dataclasses.replace(config, target_language="ru"), "train")
 
 
 @pytest.mark.parametrize(

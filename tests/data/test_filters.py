@@ -75,20 +75,6 @@ def test_a_tag_is_not_text():
     assert chosen.dropped["identical sides"].example == "pair 2: Berlin | Berlin"
 
 
-def test_empty_sources_are_valid_for_a_language_model():
-    corpus = corpus_of(("", "a b"), ("", ""), ("", "a b c"), ("", "ж"))
-    kept, chosen = run_filter(
-        corpus,
-        has_inputs=False,
-        max_words=2,
-        max_length_ratio=1.0,
-        drop_identical=True,
-        drop_wrong_script=True,
-    )
-    assert kept == [("", "a b")]
-    assert list(chosen.dropped) == ["empty side", "more than 2 words", "wrong script"]
-
-
 @pytest.mark.parametrize(
     ("language", "text"),
     [

@@ -14,7 +14,6 @@ from jax.sharding import Mesh
 import flaxformer_mt as fmt
 from flaxformer_mt.config import CorpusConfig, DataConfig, ExperimentConfig, TrainConfig
 from flaxformer_mt.data.dataset import open_all, open_dataset
-from flaxformer_mt.data.library import padded
 from flaxformer_mt.data.stream.batches import BatchShape, DataPosition
 from flaxformer_mt.errors import UserError
 
@@ -138,15 +137,6 @@ def test_rows_are_sharded_over_the_devices(tokenizers, model):
     message = r"the 6 rows of a batch .* among 4 devices: make rows .* a multiple of the devices"
     with pytest.raises(UserError, match=message):
         first_batches(odd, 1, devices=4)
-
-
-def test_rows_of_one_pair_keep_their_order(tokenizers, model):
-    batch = padded(PAIRS[:3], tokenizers, model, length=(12, 40))
-    assert batch.encoder_input_tokens.shape == (3, 12)
-    assert batch.decoder_target_tokens.shape == (3, 40)
-    assert batch.encoder_segment_ids.max() == 1
-    targets = tokenizers.target.decode(batch.decoder_target_tokens.tolist())
-    assert targets == [target for _, target in PAIRS[:3]]
 
 
 def test_wrong_arguments_are_named(tokenizers, model, tmp_path):

@@ -203,14 +203,6 @@ def test_tmx(tmp_path):
         read(path)
 
 
-@pytest.mark.parametrize("name", ["foo", "utf-7", "shift_jis", "hex", "idna", "a" * 5000])
-def test_tmx_in_an_encoding_that_is_not_read(tmp_path, name):
-    path = tmp_path / "memory.tmx"
-    path.write_text(TMX.replace('"1.0"?>', f'"1.0" encoding="{name}"?>'))
-    with pytest.raises(UserError, match=r"memory\.tmx has an encoding .*: convert it to UTF-8"):
-        read(path)
-
-
 # Malformed rows.
 
 
@@ -224,14 +216,6 @@ def test_an_error_lists_the_first_five(tmp_path):
         "line 5: 2 tabs; line 6: 2 tabs; line 7: 2 tabs; a line must be a source, one tab and a "
         "target; or drop such rows by data.bad_rows=drop"
     )
-
-
-def test_the_end_of_a_malformed_row_is_not_a_pair(tmp_path):
-    path = tmp_path / "a.csv"
-    path.write_bytes(b'en,fr\n"a\xff\nb",c\nd,e\n5",f\n')
-    (corpus,) = open_corpora(config_of(path, bad_rows="drop"), "train")
-    assert [*corpus.pairs()] == [("d", "e"), ('5"', "f")]
-    assert [found.count for found in corpus.malformed().values()] == [1, 1]
 
 
 def test_rows_of_parallel_files(tmp_path):
@@ -267,30 +251,6 @@ def test_members_of_json(tmp_path):
         "no member 'fr'": 1,
         "not JSON": 1,
     }
-
-
-def held_out_counts(corpora, reason):
-    """Returns the report of a corpus that pairs are held out of."""
-    numbers = [pair.number for of_role in corpora.values() for part in of_role
-               for pair in part.pairs()]  # fmt: skip
-    dropped = corpora["train"][0].malformed()[reason]
-    return sorted(numbers), dropped
-
-
-def test_malformed_rows_of_parquet(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    texts = [b"caf\xe9" if i % 50 == 7 else f"a {i}".encode() for i in range(200)]
-    broken = pyarrow.Array.from_buffers(pyarrow.string(), 200, pyarrow.array(texts).buffers())
-    fine = [None, *(f"b {i}" for i in range(1, 200))]
-    parquet.write_table(pyarrow.table({"en": broken, "fr": fine}), tmp_path / "a.parquet")
-    places = ", row 8: not UTF-8 .byte 4 of the text is 0xe9.; row 58: .*; row 158: .*bad_rows=drop"
-    with pytest.raises(UserError, match=places):
-        read(tmp_path / "a.parquet")
-    config = ExperimentConfig(data=config_of(tmp_path / "a.parquet", hold_out=9, bad_rows="drop"))
-    numbers, dropped = held_out_counts(open_all(config), "not UTF-8")
-    assert numbers == [i + 1 for i in range(200) if i % 50 != 7]
-    assert dropped.more[-1].endswith("a.parquet, row 158 (byte 4 of the text is 0xe9)")
 
 
 DAMAGES = {

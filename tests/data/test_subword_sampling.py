@@ -133,15 +133,6 @@ def test_words_of_texts(monkeypatch, with_numba):
     assert known.number([])[2] == []
 
 
-@pytest.mark.parametrize("kind", ["bpe", "unigram"])
-def test_words_that_were_forgotten_are_sampled_alike(monkeypatch, kind):
-    tokenizer = Tokenizers.train([CORPUS], DataConfig(**{**vars(CONFIG), "tokenizer": kind})).source
-    texts = [CORPUS.sources[first : first + 9] for first in range(0, 90, 9)]
-    expected = [tokenizer.sample(each, 3, 0.2) for each in texts]
-    monkeypatch.setattr(subword_sampling, "_CACHED", 20)
-    assert [tokenizer.sample(each, 3, 0.2) for each in texts] == expected
-
-
 def test_frequency_of_unigram_segmentations():
     probabilities = {"abc": 0.5, "ab+c": 0.3, "a+bc": 0.2}
     splits = [[IDS[piece] for piece in split.split("+")] for split in probabilities]

@@ -43,13 +43,6 @@ def test_encoding_adds_no_special_ids_and_decoding_skips_them():
     assert tokenizer.decode([framed, padded, []]) == ["twelve kilometers", "twelve kilometers", ""]
 
 
-def test_ids_that_only_the_embedding_table_has_are_unknown():
-    tokenizer = TRAINED.source
-    assert tokenizer.pieces([tokenizer.vocab_size, tokenizer.unk_id]) == ["<unk>", "<unk>"]
-    (tokens,) = tokenizer.encode(["twelve"])
-    assert tokenizer.decode([[*tokens, tokenizer.vocab_size + 5]]) == ["twelve \u2047 "]
-
-
 def test_without_byte_fallback_there_are_unknown_tokens():
     config = dataclasses.replace(CONFIG, byte_fallback=False)
     tokenizer = Tokenizers.train([CORPUS], config).source
@@ -124,14 +117,6 @@ def test_a_language_model_learns_from_its_targets():
     assert tokenizers.target.fingerprint == separate.target.fingerprint
 
 
-def test_vocabularies_are_learned_from_all_corpora():
-    halves = [
-        ParallelCorpus(CORPUS.sources[part], CORPUS.targets[part], "half")
-        for part in (slice(0, 200), slice(200, None))
-    ]
-    assert Tokenizers.train(halves, CONFIG).source.fingerprint == TRAINED.source.fingerprint
-
-
 @pytest.mark.parametrize(
     ("limit", "taken"),
     [(10, range(10)), (9, range(0, 10, 2)), (5, range(0, 10, 2)), (4, range(0, 10, 4))],
@@ -170,12 +155,6 @@ def test_tags_are_one_piece_each_and_never_split(kind):
         assert sampled[:2] == both
 
 
-def test_tags_are_only_in_the_source_vocabulary():
-    tokenizers = tagged_tokenizer("bpe", joint=False)
-    assert len(tokenizers.source.encode(["<2fr>"])[0]) == 1
-    assert len(tokenizers.target.encode(["<2fr>"])[0]) > 1
-
-
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
 def test_sampled_segmentations_decode_to_the_text(kind):
     config = dataclasses.replace(CONFIG, tokenizer=kind)
@@ -204,13 +183,6 @@ def test_sampling_only_depends_on_the_seed(kind):
     for thread in threads:
         thread.join()
     assert all(results[seed] == [wanted[seed]] * 20 for seed in range(4))
-
-
-@pytest.mark.parametrize("folder", ["run", "run/tokenizer"])
-def test_the_vocabulary_of_another_run(tmp_path, folder):
-    TRAINED.save(tmp_path / "run" / "tokenizer")
-    config = dataclasses.replace(CONFIG, tokenizer_path=str(tmp_path / folder), vocab_size=300)
-    assert Tokenizers.for_run([], config).source.fingerprint == TRAINED.source.fingerprint
 
 
 def test_a_vocabulary_without_the_tags(tmp_path, caplog):

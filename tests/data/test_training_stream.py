@@ -153,15 +153,6 @@ def test_concatenated_shards_equal_the_batch(batching):
         position = after
 
 
-def test_buckets_have_one_shape_per_used_length():
-    corpus = pairs_of_lengths([(2, 3), (15, 9), (4, 16), (17, 3)])
-    setting = config(rows=3, batching="buckets", bucket_lengths=(4, 8, 16, 24, 48))
-    stream = TrainingStream([corpus], setting)
-    assert stream.shapes == (BatchShape(36, 4, 4), BatchShape(9, 16, 16), BatchShape(6, 24, 24))
-    (pairs,) = read_epochs(stream)
-    assert pairs == Counter(all_pairs(corpus))
-
-
 def test_sampled_sources_that_exceed_a_row_are_not_used():
     corpus = sampled_corpus(60)
     setting = config(rows=1, subword_sampling=0.1)
@@ -394,20 +385,3 @@ def test_source_and_target_rows_are_filled_equally(ratio, multiple, monkeypatch)
     assert length % multiple == 0
     chosen = config(source_row_length=length, target_row_length=64)
     assert min(TrainingStream([corpus], chosen).fill) >= 0.95
-
-
-def test_pairs_that_are_dropped_do_not_lengthen_source_rows():
-    pairs = [(20, 20)] * 990
-    setting = config(source_row_length=0, target_row_length=64)
-    expected = choose_source_row_length([pairs_of_lengths(pairs)], setting)
-    corpus = pairs_of_lengths([*pairs, *[(800, 800)] * 10])
-    assert choose_source_row_length([corpus], setting) == expected
-    truncating = config(source_row_length=0, target_row_length=64, long_sentences="truncate")
-    assert choose_source_row_length([corpus], truncating) == 800
-
-
-def test_source_row_length_of_buckets_and_language_models():
-    buckets = config(source_row_length=0, batching="buckets", bucket_lengths=(8, 24))
-    assert choose_source_row_length([pairs_of_lengths([(3, 4)])], buckets) == 24
-    language_model = config(source_row_length=0, model=TransformerConfig(has_inputs=False))
-    assert choose_source_row_length([encoded(None, [[5, 2]])], language_model) == 10

@@ -105,19 +105,6 @@ def test_a_corpus_has_a_perplexity(command):
     assert json.loads(command("--summary", **files)[1])["accuracy"] in (0, 0.5, 1)
 
 
-def test_unsupported_columns_are_rejected(command, tmp_path):
-    files = {"source": ["twelve"], "target": ["zwölf"]}
-    code, out, err = command("--summary", "--tokens", **files)
-    assert (code, out) == (1, "")
-    assert "--tokens is for lines without --contrast and --summary only" in err
-    code, out, err = command("--alignment=words", contrast=["eins"], **files)
-    assert (code, out) == (1, "")
-    assert "--alignment is for" in err
-    code, out, err = command(contrast=["eins", "zwei"], **files)
-    assert (code, out) == (1, "")
-    assert f"{tmp_path / 'source'} has 1 lines but {tmp_path / 'contrast'} has 2" in err
-
-
 def test_parallel_files_are_read_once(tmp_path, monkeypatch):
     opened = []
 

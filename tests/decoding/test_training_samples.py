@@ -14,7 +14,6 @@ from talker import full_pass
 from flaxformer_mt.data.stream.batches import Batch
 from flaxformer_mt.decoding.training_samples import Samples, sample
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.model.transformer import Transformer
 
 END = 2
 SOURCE = np.array([[5, 9, 7, END, 0], [8, END, 0, 0, 0], [0, 0, 0, 0, 0]], np.int32)
@@ -57,14 +56,6 @@ def test_log_probabilities_are_those_of_the_full_pass(talker):
     assert (found.input_tokens[..., 0] == talker.model.bos_id).all()
     np.testing.assert_array_equal(found.input_tokens[..., 1:], found.tokens[..., :-1])
     assert not lengths[2].any()  # A row without a sentence.
-
-
-def test_the_maximum_length_is_that_of_learned_positions(talker):
-    model = dataclasses.replace(talker.model, position_kind="learned", max_length=6)
-    params = jax.eval_shape(Transformer(model).init, jax.random.key(0), SOURCE, SOURCE)["params"]
-    draw_two = functools.partial(sample, model, n=2)
-    found = jax.eval_shape(draw_two, params, SOURCE, jax.random.key(0))
-    assert found.tokens.shape == (3, 2, 6)
 
 
 @pytest.mark.slow
@@ -121,11 +112,3 @@ def test_packed_rows_that_are_traced_give_nan(talker):
     segment_ids = np.array([[1, 1, 1, 1, 0], [1, 2, 0, 0, 0]], np.int32)
     found = draw(talker, batch_of(SOURCE[:2], segment_ids), unpacked=True)
     assert np.isnan(found.weights).any(axis=(1, 2)).tolist() == [False, True]
-
-
-def test_other_values_are_errors(talker):
-    with pytest.raises(TypeError, match="source_batch must be tokens"):
-        draw(talker, SOURCE[0])
-    model = dataclasses.replace(talker.model, has_inputs=False)
-    with pytest.raises(UserError, match="has_inputs=False"):
-        sample(model, {}, SOURCE, jax.random.key(0), 2)

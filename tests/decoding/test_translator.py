@@ -121,19 +121,6 @@ def test_segments_of_long_input_have_its_code(talker, tmp_path, space):
     assert [segment.repeated for segment in segments] == [0, 1]
 
 
-def test_tags_are_not_copied_for_unknown_tokens(talker, monkeypatch):
-    translator = make_translator(talker)
-    (found,) = translator.translate_n_best(["Hund Wiese"], **GREEDY)
-    monkeypatch.setattr(talker.tokenizers.target, "unk_id", found[0].tokens[0])
-    copied = translator.translate("Hund Wiese", beam_size=1, copy_unknown=True)
-    assert "Hund" in copied or "Wiese" in copied
-    for tag, other in (("Hund", "Wiese"), ("Hund Wiese", None)):
-        monkeypatch.setattr(SentenceDecoder, "_tags", lambda self, text, tag=tag: (tag, []))
-        copied = translator.translate("Hund Wiese", beam_size=1, copy_unknown=True)
-        assert "Hund" not in copied
-        assert other is None or other in copied
-
-
 @pytest.mark.parametrize(
     "text", ["abcdefghijklmnopqrst Hund", "你好。再见。好", "Hund, die Wiese."]
 )
@@ -143,19 +130,6 @@ def test_links_of_split_input_are_of_words_of_the_text(talker, text):
     (best,) = hypotheses
     assert max(source for source, _ in best.alignment) == len(text.split()) - 1
     assert {target for _, target in best.alignment} <= set(range(len(best.text.split())))
-
-
-def test_what_is_not_in_the_vocabulary(talker, monkeypatch):
-    target = talker.tokenizers.target
-    unknown = target.encode(["Hund"])[0][-1]
-    monkeypatch.setattr(target, "unk_id", unknown)
-    translator = make_translator(talker)
-    for constraints in ({"prefix": "die Hund"}, {"phrases": ("grüne", "Hund")}):
-        with pytest.raises(UserError, match=r'cannot contain ".*Hund", which is partly unknown'):
-            translator.translate([Sentence("kleiner", **constraints)])
-    # Other words that are unknown remain possible.
-    every = translator.translate_n_best(["Hund"], bad_words=("Hund",), **GREEDY)
-    assert every == translator.translate_n_best(["Hund"], **GREEDY)
 
 
 def test_phrases_are_not_supported_with_sampling(talker):

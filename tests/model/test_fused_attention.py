@@ -1,8 +1,5 @@
 """Fused attention against the einsum, in the interpreter."""
 
-import dataclasses
-import functools
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -11,7 +8,6 @@ import pytest
 from flax import linen as nn
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.model import kernels
 from flaxformer_mt.model.attention import scaled_dot_product_attention
@@ -26,7 +22,6 @@ from flaxformer_mt.model.kernels.fused_attention import (
 )
 from flaxformer_mt.model.masks import causal_mask, segment_mask
 from flaxformer_mt.model.numerics import random_uint16
-from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.training.sharding import ACTIVATION_RULES
 from tests.backends import BACKENDS, needs_gpu_interpreter
 
@@ -327,56 +322,3 @@ def test_an_older_jax_has_no_kernel_for_gpus(monkeypatch):
 )
 def test_gpus_of_the_hopper_generation_are_known_by_name(any_jax, kind, is_hopper):
     assert (choose_backend("auto", a_case(device_kind=kind)) == "pallas_gpu") == is_hopper
-
-
-TINY = TransformerConfig(
-    source_vocab_size=23,
-    target_vocab_size=23,
-    d_model=32,
-    num_heads=2,
-    d_ff=16,
-    num_encoder_layers=1,
-    num_decoder_layers=1,
-    relative_position_buckets=8,
-    relative_position_max_distance=10,
-)
-TOKENS = jnp.asarray(np.random.default_rng(0).integers(3, 23, size=(2, 12)), jnp.int32)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def loss_and_gradient(config, params, segments):
-    def loss(params):
-        logits = Transformer(config).apply(
-            params,
-            TOKENS,
-            TOKENS[:, :9],
-            encoder_segment_ids=segments,
-            decoder_segment_ids=None if segments is None else segments[:, :9],
-            deterministic=False,
-            rngs={"dropout": jax.random.key(1)},
-        )
-        return jnp.mean(logits**2)
-
-    return jax.value_and_grad(loss)(params)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("gpu_kernels_by_einsum")
-def test_projections_are_computed_again_instead_of_stored():
-    stored = {}
-    results = {}
-    params = jax.jit(Transformer(TINY).init)(jax.random.key(0), TOKENS, TOKENS[:, :9])
-    for remat in ("none", "projections"):
-        config = dataclasses.replace(TINY, attention_backend="pallas_gpu", remat=remat)
-        results[remat] = loss_and_gradient(config, params, None)
-
-        def logits(params, config=config):
-            return Transformer(config).apply(params, TOKENS, TOKENS[:, :9])
-
-        residuals = jax.eval_shape(lambda params: jax.vjp(logits, params)[1], params)
-        shapes = [x.shape for x in jax.tree.leaves(residuals) if x.ndim == 6]
-        stored[remat] = [shape for shape in shapes if shape[-2] == 3]
-    # [L, B, T, H, 3, K] of each stack.
-    assert len(stored["none"]) == 2
-    assert not stored["projections"]
-    chex.assert_trees_all_close(*results.values(), rtol=1e-6, atol=1e-6)

@@ -93,55 +93,6 @@ def test_the_weight_of_a_term_counts_once():
     chex.assert_trees_all_close(three, expected, atol=1e-4)
 
 
-@pytest.mark.slow_except("gpu-0.3-2.5")
-@pytest.mark.parametrize(
-    ("weight", "temperature"),
-    [
-        (0.3, 2.5),
-        (1.0, 1.0),
-        pytest.param(0.3, 1.0, marks=pytest.mark.slow),
-        pytest.param(1.0, 2.5, marks=pytest.mark.slow),
-    ],
-)
-def test_the_chunked_loss_with_distillation_is_the_formula_of_all_logits(
-    float64, platform, temperature, weight
-):
-    """Section 2 of Hinton et al. 2015; the teacher has another width, scale and bias."""
-    random = np.random.default_rng(0)
-    factors = [jnp.asarray(random.normal(size=size)) for size in ((4, 6, 5), (11, 5), (11,))]
-    teacher = OutputFactors(
-        *(jnp.asarray(random.normal(size=size)) for size in ((4, 6, 7), (11, 7))), None, 1.7
-    )
-    targets = jnp.asarray(random.integers(0, 11, (4, 6)), jnp.int32)
-    weights = jnp.asarray(random.random((4, 6))).at[0, 2].set(0)
-
-    def whole(vectors, table, bias):
-        logits = (vectors @ table.T + bias) * 0.3
-        of_teacher = teacher.vectors @ teacher.table.T * teacher.scale
-        loss, weights_sum = label_smoothed_cross_entropy(logits, targets, weights, 0.1)
-        log_p = jax.nn.log_softmax(of_teacher / temperature)
-        log_q = jax.nn.log_softmax(logits / temperature)
-        each = temperature**2 * jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
-        term = jnp.sum(each * weights)
-        return 2 * ((1 - weight) * loss + weight * term), (loss, term, weights_sum)
-
-    def in_parts(max_logits, *factors):
-        term = Distillation(weight, temperature)
-        options = CrossEntropyOptions(0.1, "uniform", PAD, term=term)
-        sums = chunked_cross_entropy(
-            OutputFactors(*factors, 0.3), targets, weights, options, teacher, max_logits
-        )
-        return 2 * sums.objective, (sums.loss, sums.term, sums.weights)
-
-    def with_gradients(function):
-        return jax.jit(jax.value_and_grad(function, (0, 1, 2), has_aux=True))(*factors)
-
-    expected = with_gradients(whole)
-    for max_logits in (1, 4 * 3 * 11, 0):
-        found = with_gradients(functools.partial(in_parts, max_logits))
-        chex.assert_trees_all_close(found, expected, atol=1e-12)
-
-
 @pytest.mark.parametrize("term", [Distillation(0.3, 2.5), RDrop(5.0)], ids=lambda term: term.name)
 def test_every_sum_is_differentiable_with_respect_to_every_input(float64, platform, term):
     """The gradient of a random mixture of all sums is that of their formulas on all logits."""

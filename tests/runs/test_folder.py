@@ -66,12 +66,6 @@ def test_a_folder_without_a_run(tmp_path):
     assert not holds_run(tmp_path / "none", EXPERIMENT)
 
 
-def test_the_same_run_goes_on(workdir):
-    assert holds_run(workdir, EXPERIMENT)
-    check_texts(workdir, texts())
-    read_tokenizers(workdir)
-
-
 def test_another_configuration(workdir):
     other = ExperimentConfig(train=TrainConfig(seed=1))
     with pytest.raises(UserError, match=r"train\.seed: 0 in the run, 1 now"):
@@ -82,13 +76,6 @@ def test_other_text(workdir):
     changed = texts(sources=["one two three", "four six", "six"])
     with pytest.raises(UserError, match=r"the train corpus \(train\.en\) is not the text"):
         check_texts(workdir, changed)
-
-
-def test_another_corpus_less(workdir):
-    more = texts()
-    more["valid"] *= 2
-    with pytest.raises(UserError, match="the valid corpus"):
-        check_texts(workdir, more)
 
 
 def save(workdir, *steps):
@@ -258,20 +245,6 @@ def test_a_flipped_bit_in_data_json_is_named_or_has_no_effect(begun):
         else:
             unnoticed += [] if json.loads(changed) == values else [position]
     assert not unnoticed
-
-
-@pytest.mark.parametrize("change", ["deleted", "of another run"])
-def test_data_json_cannot_be_replaced(begun, tmp_path, tokenizers, change):
-    path = begun / "data.json"
-    path.unlink()
-    if change == "of another run":
-        write_run(tmp_path / "other", OTHER, texts(), tokenizers)
-        shutil.copy(tmp_path / "other" / "data.json", path)
-    message = r"checkpoints/1 is not of the run that .*data\.json describes"
-    if change != "of another run":
-        message = r"data\.json of the run that wrote .*checkpoints/1 is missing: restore it"
-    with pytest.raises(UserError, match=message):
-        restore_params(begun)
 
 
 @pytest.mark.parametrize(

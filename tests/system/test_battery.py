@@ -64,28 +64,3 @@ def test_what_has_to_be_equal_is_compared(battery, tmp_path, monkeypatch):
     assert "Not compiled yet." in text
     assert "0, equal to the bit" in text
     assert text.count(battery.accelerators_page.NOT_RUN) == len(battery.PARTS) - len(FIRST)
-
-
-def test_the_page_is_honest_about_what_was_not_run(battery, tmp_path, monkeypatch):
-    page = tmp_path / "accelerators.md"
-    monkeypatch.setattr(battery.accelerators_page, "PAGE", page)
-    step = {
-        "config": "configs/wmt14_en_de_base.py", "device": "h100", "topology": "1x1x8",
-        "mesh": {"data": 8, "fsdp": 1, "tensor": 1}, "target_positions_per_device": 16384,
-        "bound": 0.0123, "kernels": 900, "bytes": 4.5e9, "temporary": 3 * 2**30,
-        "share_of_peak": 0.5,
-    }  # fmt: skip
-    (tmp_path / "compiled.json").write_text(json.dumps({"training": step}))
-    failed = {"part": "parity", "status": "failed", "seconds": 3.0, "reason": "no memory"}
-    (tmp_path / "parity.json").write_text(json.dumps(failed))
-    battery.accelerators_page.write(tmp_path, [tmp_path / "compiled.json"])
-    text = page.read_text()
-    row = (
-        "| training | wmt14_en_de_base | h100 1x1x8 | data 8 | 16,384 | 12.30 ms | 900 | 4.50 GB |"
-    )
-    assert f"{row} 3.00 GiB | 50.0% |" in text
-    rate = "at most 1,330,000 target positions/s per device, 50% of the peak"
-    assert f"| ours: wmt14_en_de_base, not run | h100 1x1x8 | {rate} |" in text
-    assert "No training speed of ours has been measured on a GPU or TPU." in text
-    assert "Failed after 3 s: no memory" in text
-    assert text.count(battery.accelerators_page.NOT_RUN) == len(battery.PARTS) - 1

@@ -28,27 +28,6 @@ def test_console_says_where_training_is(terminal):
         assert "0:00:00 left" in out.getvalue()
 
 
-@pytest.mark.parametrize("devices", [1, 4])
-def test_console_shows_the_speed_of_a_device_if_there_are_several(devices):
-    out = io.StringIO()
-    writer = ConsoleWriter(100, Console(file=out, width=200))
-    writer.rewind(0)
-    speed = {"target_tokens_per_second": 400.0}
-    speed["target_tokens_per_second_per_device"] = 400.0 / devices
-    writer.write(20, "train", speed)
-    writer.close()
-    assert ("100 tokens/s per device" in out.getvalue()) == (devices == 4)
-    assert out.getvalue().count("tokens/s") == min(devices, 2)
-
-
-def test_console_says_that_nothing_is_left():
-    out = io.StringIO()
-    writer = ConsoleWriter(100, Console(file=out))
-    writer.rewind(100)
-    writer.close()
-    assert out.getvalue() == "nothing to train: step 100 of 100 is reached\n"
-
-
 def test_console_says_what_was_skipped_and_that_it_goes_back():
     out = io.StringIO()
     writer = ConsoleWriter(100, Console(file=out, width=200))
@@ -170,22 +149,6 @@ def test_lines_of_metrics_stay_above_and_fit(width):
     assert "source Neu translation New step 11,500/50,000" in text
 
 
-def test_colour_is_only_for_what_matters_and_off_with_no_color(monkeypatch):
-    def written():
-        terminal = Terminal()
-        terminal.writer.rewind(0)
-        terminal.writer.write(10, "train", {"loss": 2.5})
-        terminal.writer.write(10, "valid", VALIDATION, is_best=True)
-        terminal.writer.close()
-        return terminal.file.getvalue()
-
-    colour = r"\x1b\[[0-9;]*3[0-9][;m]"
-    assert re.search(f"{colour}step 10/50,000 valid", written())
-    assert not re.search(f"{colour}step 10/50,000 train", written())
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert not re.search(colour, written())
-
-
 def test_elsewhere_there_are_plain_lines_only(clock):
     out = io.StringIO()
     writer = ConsoleWriter(100, Console(file=out), batches_per_epoch=4)
@@ -208,13 +171,6 @@ def test_elsewhere_there_are_plain_lines_only(clock):
         "  translation It rains.",
         "  reference   It is raining.",
     ]
-
-
-def test_what_is_not_shown_is_not_followed():
-    terminal = Terminal()
-    for step in (1, 2):
-        terminal.writer.advance(step, step_metrics())
-    assert terminal.text == ""
 
 
 def test_samples_are_from_all_of_a_set():
