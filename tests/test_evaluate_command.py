@@ -127,23 +127,6 @@ def test_a_function_of_the_users_that_fails_is_named(command, files):
     assert "--metric damaged:sizes: SyntaxError: " in line
 
 
-def test_the_default_tokenizer_of_text_without_spaces(command, files, caplog):
-    for name in ("a.ja", "test.ja"):
-        (files / name).write_text("今日は天気がいい\n私は学生です\n猫\n")
-    files_of_text = ("--hypothesis", "a.ja", "--reference", "test.ja")
-    _, out, err = command(*files_of_text)
-    assert "a script without spaces: BLEU's tokenizer is char" in err
-    scores = json.loads(out)
-    assert (scores["bleu"], scores["ter"]) == (100, 0)
-    assert "|tok:char|" in scores["bleu_signature"]
-    assert "|norm:yes|punct:yes|asian:yes|" in scores["ter_signature"]
-    assert command(*files_of_text, "--tokenize", "char")[2] == ""
-    assert not caplog.text
-    assert command(*files_of_text, "--tokenize", "13a")[0] == 0
-    assert "BLEU is no measure of quality here" in caplog.text
-    assert command("--hypothesis", "a.de", "--reference", "test.de")[2] == ""
-
-
 @pytest.mark.parametrize(
     ("options", "seed", "message"),
     [

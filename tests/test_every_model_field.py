@@ -9,24 +9,17 @@ import dataclasses
 import functools
 import types
 
-import ctranslate2
 import jax
 import numpy as np
-import opus_mt
 import pytest
 from toy_references import others_are_slow
 
 from flaxformer_mt import interop
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
 from flaxformer_mt.config.fields import choices_of, type_hints
-from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
-from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
-from flaxformer_mt.decoding.search.options import forbidden_token_ids
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.interop import adaptation, exports
-from flaxformer_mt.interop.families import marian_native
-from flaxformer_mt.interop.formats import ctranslate2 as ctranslate2_format
-from flaxformer_mt.interop.formats import huggingface, jax_export, marian_folder
+from flaxformer_mt.interop import adaptation
+from flaxformer_mt.interop.formats import huggingface
 from flaxformer_mt.interop.formats.bundle import ModelBundle, experiment
 from flaxformer_mt.interop.formats.hub_families import HUB_FAMILIES
 from flaxformer_mt.interop.weight_maps import validation
@@ -346,20 +339,6 @@ def test_families_refuse_or_keep_every_field(name, tmp_path):
             np.testing.assert_array_equal(logits(again, loaded), logits(config, params))
 
 
-@functools.cache
-def tokenizer(size, pad_id, eos_id):
-    texts = ["one two three four five six", "seven eight nine ten eleven", "eins zwei drei"] * 9
-    unk_id = next(token for token in (1, 2, 6) if token not in (pad_id, eos_id))
-    special = {"pad_id": pad_id, "bos_id": -1, "eos_id": eos_id, "unk_id": unk_id}
-    content = opus_mt.train_model(texts, size, model_type="bpe", **special)
-    return SentencePieceTokenizer(content)
-
-
-def tokenizers_of(config):
-    sizes = (config.source_vocab_size, config.target_vocab_size)
-    return Tokenizers(*(tokenizer(size, config.pad_id, config.eos_id) for size in sizes))
-
-
 def bundle_of(config, tokenizers):
     model = experiment(config, DecodeConfig())
     return ModelBundle(model, random_params(config), tokenizers)
@@ -424,56 +403,6 @@ def test_hugging_face_refuses_or_keeps_every_field(name, tmp_path, monkeypatch):
         lambda config: stub(config.pad_id, config.eos_id),
         tmp_path,
     )
-
-
-@pytest.mark.slow
-def test_marian_refuses_or_keeps_every_field(tmp_path):
-    def obstacle(config):
-        return exports.exports(config)["marian-native"]
-
-    write, read = marian_folder.write, marian_folder.read
-    family = marian_native.FAMILY
-    assert_format_keeps(family, obstacle, write, read, tokenizers_of, tmp_path)
-
-
-@pytest.mark.slow
-def test_ctranslate2_refuses_or_keeps_every_field(tmp_path):
-    obstacle = functools.partial(exports.ctranslate2_obstacle, accepted=("norm_epsilon",))
-    for number, config in enumerate(merged(BASE, accepted(BASE, obstacle), obstacle)):
-        bundle, folder = bundle_of(config, tokenizers_of(config)), tmp_path / str(number)
-        ctranslate2_format.write(bundle, folder, ("norm_epsilon",))
-        names = {side: ctranslate2_format._tokens(bundle, side) for side in ("source", "target")}
-        source, inputs = sources(config)[:1], target_inputs(config)[:1]
-        source[0, -1] = config.eos_id
-        (result,) = ctranslate2.Translator(str(folder), intra_threads=1).score_batch(
-            [[names["source"][token] for token in source[0]]],
-            [[names["target"][token] for token in inputs[0, 1:]]],
-        )
-        params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), bundle.params)
-        ours = np.array(_logits(computed(config), params, source, inputs))[0]
-        ours[:, list(forbidden_token_ids(config, bundle.config.decode))] = -np.inf
-        expected = [*inputs[0, 1:], config.eos_id]
-        ours = np.asarray(jax.nn.log_softmax(ours))[np.arange(LENGTH), expected]
-        np.testing.assert_allclose(ours, result.log_probs, rtol=0, atol=2e-4)
-
-
-@pytest.mark.slow
-def test_jax_export_refuses_or_keeps_every_field():
-    def obstacle(config):
-        return exports.exports(config)["jax"]
-
-    for config in merged(BASE, accepted(BASE, obstacle), obstacle):
-        config = dataclasses.replace(config, dtype="float32", param_dtype="float32")
-        params = random_params(config)
-        functions = jax_export.export_functions(config, params)
-        source, inputs = sources(config), target_inputs(config)
-        cache = functions["encode"].call(by_path(params), source, np.zeros((1, LENGTH), bool))
-        found = []
-        for position in range(LENGTH):
-            tokens, positions = inputs[:, position, None], np.full(2, position, np.int32)
-            step, cache = functions["step"].call(by_path(params), tokens, cache, positions)
-            found.append(np.asarray(step)[:, 0])
-        np.testing.assert_allclose(np.stack(found, 1), logits(config, params), rtol=2e-4, atol=2e-4)
 
 
 @pytest.mark.slow

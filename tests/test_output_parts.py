@@ -80,14 +80,6 @@ def test_parts_of_other_settings_are_not_continued(tmp_path):
     assert continue_part(tmp_path / "out", Shard(0, 2)) == [*range(2, LINES // 2)]
 
 
-def test_a_part_is_written_by_one_process(tmp_path):
-    with (
-        part_writer(tmp_path / "out", Shard(), SETTINGS, range(3), 1),
-        pytest.raises(UserError, match="another process"),
-    ):
-        continue_part(tmp_path / "out", Shard())
-
-
 @pytest.mark.parametrize("text", ["", "1", "2/2", "-1/2", "0/0", "1/2/3", "٠/١", "a/b"])
 def test_what_is_no_shard(text):
     with pytest.raises(UserError, match="such as 0/4"):

@@ -46,28 +46,6 @@ def test_unknown_names_are_refused():
         presets.preset("tunz", dmodel=64)
 
 
-def test_dropout_sites_follow_the_rate_where_the_source_does():
-    sites = {
-        family: (config.attention_dropout_rate, config.activation_dropout_rate)
-        for family in presets.FAMILIES
-        for config in [presets.preset(family, dropout_rate=0.3)]
-    }
-    assert sites == {
-        "jadore801120": (0.1, 0.0),
-        "double_projection": (0.0, 0.0),
-        "annotated_wide_heads": (0.3, 0.3),
-        "annotated": (0.1, 0.3),
-        "tunz": (0.3, 0.3),
-        "torch": (0.3, 0.3),
-        "marian": (0.0, 0.0),
-        "fairseq": (0.0, 0.0),
-        "opennmt": (0.1, 0.3),
-        "mbart": (0.0, 0.0),
-        "m2m100": (0.0, 0.0),
-        "t5": (0.3, 0.3),
-    }
-
-
 @pytest.mark.parametrize("tying", ["none", "source_target"])
 def test_jadore801120_scales_nothing_without_a_tied_output(tying):
     config = presets.jadore801120(tie_embeddings=tying, scale_embeddings=True)

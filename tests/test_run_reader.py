@@ -88,19 +88,6 @@ def test_curves_of_several_runs(trained_run):
         run.model("bset")
 
 
-@pytest.mark.slow
-def test_the_own_text_of_a_run_is_evaluated(trained_run):
-    run = Run(trained_run)
-    texts = run.texts("valid")
-    assert texts.name == "generated phrases/valid"
-    sentences = texts.sources[:2]
-    translations = run.translator().translate(sentences)
-    metrics = run.evaluate(sentences, translations, metrics={"count": lambda s, h, r: len(h)})
-    assert (metrics["chrf"], metrics["count"]) == (pytest.approx(100), 2)
-    with pytest.raises(UserError, match="give sources together with references"):
-        run.evaluate(sentences)
-
-
 def test_the_configuration_of_fine_tuning(trained_run):
     config = Run(trained_run).fine_tuning_config(
         data={"path": "mine.tsv"}, train={"num_steps": 7}, optimizer={"learning_rate": 1e-5}

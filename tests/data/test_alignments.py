@@ -133,18 +133,6 @@ def test_links_of_truncated_tokens_are_left_out(tmp_path):
     assert not batch.alignment[batch.decoder_target_tokens == config.model.eos_id].any()
 
 
-def test_changed_links_make_the_store_again(tmp_path, caplog):
-    pairs = [("one two", "eno owt")]
-    folder = tmp_path / "text"
-    path = write(folder, pairs, ["0-1 1-0"])
-    (before,), _ = opened(tmp_path, configuration(folder, path))
-    assert not caplog.records
-    path.write_text("0-0\n")
-    (after,), _ = opened(tmp_path, configuration(folder, path))
-    assert "the text changed" in caplog.text
-    assert len(before.links.tokens) > len(after.links.tokens) > 0
-
-
 @pytest.mark.parametrize(
     ("lines", "error"),
     [

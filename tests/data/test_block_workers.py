@@ -19,7 +19,7 @@ from flaxformer_mt.config import DataConfig, ExperimentConfig, TrainConfig
 from flaxformer_mt.data.corpora.corpus import load_corpus
 from flaxformer_mt.data.stream import block_workers
 from flaxformer_mt.data.stream.batches import DataPosition, Shard
-from flaxformer_mt.data.stream.block_workers import BlockWorkers, default_workers
+from flaxformer_mt.data.stream.block_workers import default_workers
 from flaxformer_mt.data.stream.encoded_corpus import encode_corpus
 from flaxformer_mt.data.stream.packing import Sentences, TokenPairs
 from flaxformer_mt.data.stream.training_stream import TrainingStream
@@ -80,22 +80,6 @@ def test_batches_are_the_same_with_any_number_of_workers(kind, data):
     chex.assert_trees_all_equal(read(stream_of(1, kind, **data), 39, position), expected[61:])
     after = expected[-1][1]
     assert max(after.streams or [(after.epoch, after.block)])[:2] > (0, 0)
-
-
-@pytest.mark.slow
-def test_a_worker_makes_the_rows_of_its_process_only(monkeypatch):
-    places = []
-    submit = BlockWorkers.submit
-
-    def note(workers, *place):
-        places.append(place)
-        return submit(workers, *place)
-
-    monkeypatch.setattr(BlockWorkers, "submit", note)
-    whole, half = (read(stream_of(workers), 9, shard=Shard(0, workers + 1)) for workers in (0, 1))
-    assert {stream for _, stream, _ in places} == {0, 1}
-    for (batch, _), (part, _) in zip(whole, half, strict=True):
-        chex.assert_trees_all_equal(part.decoder_target_tokens, batch.decoder_target_tokens[:128])
 
 
 def test_errors_of_workers_arrive():

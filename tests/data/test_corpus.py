@@ -284,31 +284,6 @@ def test_tfds_pairs(prepared):
     assert load_corpus(tfds_config(prepared), "train[:30%]").sources == corpus.sources[:3]
 
 
-def test_tfds_text_that_is_no_line(tmp_path):
-    def load(german):
-        examples = [{"en": "house", "de": german}]
-        folder = tmp_path / str(len(german))
-        path = prepare_with_tfds(
-            folder, lambda features: features.Translation(["de", "en"]), examples
-        )
-        return load_corpus(tfds_config(path), "train")
-
-    assert load(b"a\r\nb\nc").targets == ["a b c"]
-    message = r"train, pair 1: not UTF-8 \(byte 4 of the text is 0xe9\).*data\.bad_rows=drop"
-    with pytest.raises(UserError, match=message):
-        load(b"caf\xe9")
-    examples = [{"en": "house", "de": german} for german in (b"\xff", b"a", b"\xff", b"b")]
-    path = prepare_with_tfds(
-        tmp_path / "four", lambda features: features.Translation(["de", "en"]), examples
-    )
-    (corpus,) = open_corpora(tfds_config(path, bad_rows="drop"), "train")
-    targets = {pair[1]: pair.number for pair in corpus.pairs()}
-    assert targets.keys() == {"a", "b"}
-    dropped = corpus.malformed()["not UTF-8"]
-    places = [int(place.split()[1]) for place in (dropped.example, *dropped.more)]
-    assert sorted([*targets.values(), *places]) == [1, 2, 3, 4]
-
-
 def test_tfds_fingerprint_follows_split_languages_and_files(prepared, tmp_path):
     config = tfds_config(prepared)
     first = fingerprint(config)

@@ -30,23 +30,15 @@ def run_filter(corpus, *, has_inputs=True, **options):
     [
         ({}, "a", "b", None),
         ({}, "a", " \u2003 ", "empty side"),
-        ({}, "", "b", "empty side"),
-        ({"max_words": 3}, "a b c", "a  b c ", None),
         ({"max_words": 3}, "a", "a b c d", "more than 3 words"),
-        ({"max_length_ratio": 2.0}, "a b", "a b c d", None),
         ({"max_length_ratio": 2.0}, "a b c", "a", "length ratio above 2"),
-        ({"max_length_ratio": 1.5}, "a", "a b", "length ratio above 1.5"),
         ({"max_words": 3}, "a b c", "これはペンです。", "more than 3 words"),
-        ({"max_words": 5}, "a b c", "これはペンです。", None),
         ({"max_length_ratio": 2.0}, "this is a good pen", "これはとても良いペンです。", None),
         ({"max_length_ratio": 2.0}, "this is", "ฉันรักกาแฟมากมายเหลือเกินทุกวัน", "length ratio above 2"),
         ({"drop_identical": True}, "Berlin", "Berlin!", None),
         ({"drop_identical": True}, "Berlin", " Berlin", "identical sides"),
-        ({"drop_identical": False}, "Berlin", "Berlin", None),
-        ({"drop_wrong_script": True}, "2007 + 1", "2007 + 1", None),
         ({"drop_wrong_script": True}, "Moscow (Москва)", "Moskau (Москва)", None),
         ({"drop_wrong_script": True}, "Moscow", "Москва", "wrong script"),
-        ({"drop_wrong_script": True}, "東京", "Tokio", "wrong script"),
     ],
 )
 def test_one_pair(options, source, target, reason):
@@ -79,31 +71,16 @@ def test_a_tag_is_not_text():
     ("language", "text"),
     [
         ("de", "Häuser ﬁnden"),
-        ("deu", "Größe"),
-        ("pt-BR", "maçã"),
         ("ru", "дома"),
         ("sr", "куће"),
         ("sr_Latn", "kuće"),
-        ("el", "σπίτια"),
         ("zh", "房子"),
-        ("zh_TW", "臺灣"),
         ("ja", "ラーメンを食べる"),
-        ("ja", "ﾗｰﾒﾝﾃﾞｽ"),
-        ("jp", "ラーメン"),
-        ("jpn_Jpan", "時々"),
-        ("zh.tok", "人们"),
-        ("cht", "臺灣"),
-        ("chn", "房子"),
         ("en", "Ｈｅｌｌｏ"),
-        ("uk", "пʼять"),
         ("ko", "집들"),
         ("hi", "मकान"),
         ("ar", "بيوت"),
-        ("he", "בתים"),
         ("th", "บ้าน"),
-        ("ka", "სახლები"),
-        ("am", "ቤቶች"),
-        ("bn", "বাড়ি"),
     ],
 )
 def test_languages_and_their_scripts(language, text):
@@ -127,14 +104,11 @@ GERMAN = "Das kleine Haus steht am Ufer des Flusses."
     [
         (("fr", "de"), FRENCH, GERMAN, True),
         (("fr", "de"), FRENCH, FRENCH, False),
-        (("fr", "de"), GERMAN, GERMAN, False),
         (("fra", "de-AT"), FRENCH, GERMAN, True),
-        (("fra", "de-AT"), GERMAN, FRENCH, False),
         (("fr", "de"), "Oui, merci.", "Oui, merci.", True),  # Too short.
         (("fr", "de"), FRENCH, "12 345 678 901 234 567 890 123 456 789", True),
         (("fr", "xx"), FRENCH, FRENCH, True),  # Unknown.
         (("ja", "zh"), "これはとても大きな家です。", "这是一座非常大的房子。", True),
-        (("jp", "ko"), "これはとても大きな家です。", "これはとても大きな家です。", False),
     ],
 )
 def test_the_filter_of_languages(languages, source, target, is_kept):

@@ -4,10 +4,8 @@ import dataclasses
 import io
 import itertools
 
-import hypothesis
 import pytest
 import sentencepiece
-from hypothesis import strategies as st
 
 from flaxformer_mt import experiment
 from flaxformer_mt.config import DataConfig, ExperimentConfig, TrainConfig, TransformerConfig
@@ -89,26 +87,6 @@ def test_any_model_round_trips_and_text_has_no_special_tokens(options):
     start = [tokenizer.bos_id] if tokenizer.bos_id >= 0 else []
     framed = [[*start, *row, tokenizer.eos_id, *row] for row in encoded[:4]]
     assert tokenizer.decode(framed) == texts[:4]
-
-
-@pytest.mark.parametrize("kind", ["bpe", "unigram"])
-@hypothesis.given(
-    words=st.lists(st.sampled_from([*SYMBOLS, "dog", "(", "house", "x", " ", "the "]), max_size=8),
-    seed=st.integers(0, 2**32 - 1),
-)
-def test_sampling_leaves_user_defined_symbols_whole(kind, words, seed):
-    tokenizer = WITH_SYMBOLS[kind]
-    text = " ".join("".join(words).replace("\u2581", " ").split())
-    (best,), (sampled,) = tokenizer.encode([text]), tokenizer.sample([text], seed, 0.5)
-    symbols = {token for token in range(100) if tokenizer.pieces([token])[0] in SYMBOLS}
-    assert [t for t in sampled if t in symbols] == [t for t in best if t in symbols]
-    assert tokenizer.decode([sampled]) == tokenizer.decode([best])
-
-
-WITH_SYMBOLS = {
-    kind: SentencePieceTokenizer(trained(model_type=kind, user_defined_symbols=SYMBOLS))
-    for kind in ("bpe", "unigram")
-}
 
 
 @pytest.mark.slow_except("m")

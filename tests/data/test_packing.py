@@ -124,19 +124,3 @@ def test_compiled_and_interpreted_plans_are_equal(is_language_model, lengths, se
     for each, expected in zip(compiled, interpreted, strict=True):
         np.testing.assert_array_equal(each, expected)
         assert each.dtype == expected.dtype == np.int64
-
-
-@pytest.mark.parametrize(
-    ("mean", "deviation", "ratio", "source_row_length"),
-    [(15.4, 5.2, 0.975, 62), (10.8, 3.9, 0.87, 56)],
-)
-def test_plan_fills_rows_well_for_natural_lengths(mean, deviation, ratio, source_row_length):
-    """Means and deviations are those of Multi30k and Tatoeba, with a correlation of 0.85."""
-    random = np.random.default_rng(0)
-    shape = (mean / deviation) ** 2
-    targets = np.clip(random.gamma(shape, mean / shape, 20_000).round().astype(int), 3, 64)
-    noise = random.normal(0, 0.5 * deviation, 20_000)
-    sources = np.clip((ratio * targets + noise).round().astype(int), 2, source_row_length)
-    plan = plan_rows(sources, targets, source_row_length, 64)
-    assert sources.sum() / (len(plan) * source_row_length) >= 0.95
-    assert targets.sum() / (len(plan) * 64) >= 0.95

@@ -71,20 +71,6 @@ def test_a_swapped_split_of_unknown_languages_is_found_by_the_other_splits():
     check_languages([train], [other_languages])
 
 
-@pytest.mark.parametrize(
-    "corpus",
-    [
-        ParallelCorpus(["Guten Tag"], ["good day"], "too short", ("en", "de")),
-        load_corpus(DataConfig(corpus="reverse", generated_pairs=500), "train"),
-        ParallelCorpus([f"Eins {i}" for i in range(900)], ["x"] * 900, "repeated", ("en", "fr")),
-    ],
-    ids=lambda corpus: corpus.name,
-)
-def test_ambiguous_sides_are_accepted(corpus):
-    corpus = dataclasses.replace(corpus, languages=("en", "de"))
-    check_languages([corpus], [corpus, swapped(corpus)])
-
-
 @pytest.mark.parametrize("name", ["fr", "fra", "fr_CA", "FR", "fr.tok"])
 @pytest.mark.parametrize("languages", [("fr", "en"), ("en", "fr")])
 def test_a_side_in_another_language_is_refused(name, languages):
@@ -98,13 +84,6 @@ def test_a_side_in_another_language_is_refused(name, languages):
         check_languages([corpus], [])
     with pytest.raises(UserError, match=message):
         check_languages([], [corpus])
-
-
-@pytest.mark.parametrize(
-    "languages", [("eng", "deu"), ("en-GB", "de_AT"), ("English.en", "tgt"), ("en_Brai", "xx")]
-)
-def test_languages_by_other_names_and_unknown_ones(languages):
-    check_languages([dataclasses.replace(TRAIN, languages=languages)], [])
 
 
 CONFIG = ExperimentConfig(data=DataConfig(byte_fallback=False))
@@ -192,13 +171,3 @@ def test_shared_text_is_named_by_its_lines(tmp_path, caplog):
     warn(training, held_out, data)
     assert f"a dog | ein hund ({tmp_path}/valid.tsv, line 4), in training " in caplog.text
     assert f"A dog. | Ein Hund. ({tmp_path}/train.tsv, line 3)" in caplog.text
-
-
-def test_pairs_that_were_held_out_are_not_looked_for_again(caplog):
-    held_out = dataclasses.replace(
-        open_corpora(DataConfig(corpus="reverse", generated_pairs=9), "train")[0], may_be_empty=True
-    )
-    warn([held_out], [held_out], DataConfig())
-    assert not caplog.messages
-    warn([held_out], [held_out], DataConfig(near_duplicates=0.9))
-    assert len(caplog.messages) == 1

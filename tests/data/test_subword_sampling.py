@@ -9,15 +9,12 @@ import sys
 
 import numpy as np
 import pytest
-from sentencepiece import SentencePieceProcessor
 
 from flaxformer_mt.config import DataConfig
 from flaxformer_mt.data.corpora.corpus import load_corpus
 from flaxformer_mt.data.tokenizers import subword_sampling
-from flaxformer_mt.data.tokenizers.sentencepiece_model import TextSampler, parse_model
 from flaxformer_mt.data.tokenizers.subword_sampling import BpeDropout, UnigramSampling
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
-from flaxformer_mt.errors import UserError
 
 CONFIG = DataConfig(corpus="phrases", generated_pairs=300, vocab_size=500)
 CORPUS = load_corpus(CONFIG, "train")
@@ -183,21 +180,3 @@ def test_samples_are_the_same_in_every_process(tmp_path, kind):
     expected = tokenizers.source.sample(["one hundred and twenty-three"] * 20, 7, 0.3)
     assert printed == f"{expected}\n"
     assert len(set(map(tuple, expected))) > 1
-
-
-@pytest.mark.parametrize(
-    ("spec", "field", "value"),
-    [
-        ("normalizer_spec", "add_dummy_prefix", False),
-        ("trainer_spec", "treat_whitespace_as_suffix", True),
-    ],
-)
-def test_words_that_do_not_begin_with_a_space_are_refused(spec, field, value):
-    """Sampling would leave out the first word of each text."""
-    processor = Tokenizers.train([CORPUS], CONFIG).source._processor
-    proto = parse_model(processor.serialized_model_proto())
-    setattr(getattr(proto, spec), field, value)
-    other = SentencePieceProcessor(model_proto=proto.SerializeToString())
-    assert TextSampler(processor).sample(["three"], 0, 1e-9)
-    with pytest.raises(UserError, match=r"data\.subword_sampling needs .*: set it to 0"):
-        TextSampler(other).sample([], 0, 0.1)

@@ -2,8 +2,6 @@ import concurrent.futures
 import dataclasses
 import json
 import logging
-import os
-import time
 
 import numpy as np
 import pytest
@@ -17,7 +15,6 @@ from flaxformer_mt.data.stream.encoded_corpus import encode_corpus
 from flaxformer_mt.data.stream.token_store import open_stores
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.runs import atomic
 
 CORPUS = ParallelCorpus(
     ["one", "two three", "", "four", "one", "six " * 60], ["a", "b c", "d", "e f g", "a", "h"], "A"
@@ -153,23 +150,6 @@ def test_a_store_depends_on_no_option_outside_its_key(tmp_path):
     assert read <= key.keys() | vocabulary
 
 
-@pytest.mark.parametrize("name", ["source.tokens", "target.offsets", "store.json"])
-@pytest.mark.parametrize("fault", ["missing", "cut"])
-def test_a_damaged_store_is_rebuilt(tmp_path, caplog, name, fault):
-    (made,) = open_stores(tmp_path, [CORPUS], TOKENIZERS, CONFIG)
-    wanted = made.sources.tokens.tolist()
-    path = tmp_path / "train-0" / name
-    if fault == "missing":
-        path.unlink()
-    else:
-        path.write_bytes(path.read_bytes()[:-2])
-    (again,) = open_stores(tmp_path, [CORPUS], TOKENIZERS, CONFIG)
-    (line,) = caplog.messages
-    assert line.startswith("A is filtered and tokenized again")
-    assert name in line
-    assert again.sources.tokens.tolist() == wanted
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -252,19 +232,6 @@ def test_two_runs_that_start_at_once_share_a_folder(tmp_path):
     ]
     assert sources == alone * 4
     assert stores_in(cached) == ["train-0"]
-
-
-def test_whoever_waits_for_another_process_is_told(tmp_path, caplog):
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        with atomic.locked(tmp_path / "lock", pytest.fail):
-            opened = pool.submit(open_stores, tmp_path, [CORPUS], TOKENIZERS, CONFIG)
-            while not caplog.messages:
-                time.sleep(0.01)
-        opened.result()
-    assert caplog.messages == [
-        f"waiting for process {os.getpid()} on {os.uname().nodename}, which is tokenizing in "
-        f"{tmp_path}"
-    ]
 
 
 def test_a_full_disk_raises_a_user_error(tmp_path, monkeypatch):

@@ -50,16 +50,8 @@ ARRANGEMENTS = {
         GREEDY, coverage_penalty=0.2, repetition_penalty=1.0, renormalize=True, min_length=True
     ),
     "never": BEAM,
-    "heuristic": dataclasses.replace(
-        BEAM, early_stopping="heuristic", length_penalty_kind="average"
-    ),
-    "first": dataclasses.replace(BEAM, early_stopping="first", beam_size=2, n_best=1),
-    "coverage": dataclasses.replace(BEAM, early_stopping="heuristic", coverage_penalty=0.2),
     "rules": dataclasses.replace(
         BEAM, no_repeat_ngram_size=2, bad_phrases=BAD_PHRASES, min_length=True, renormalize=True
-    ),
-    "required end": dataclasses.replace(
-        BEAM, force_end=True, repetition_penalty=1.0, min_length=True
     ),
     "groups": dataclasses.replace(BEAM, beam_groups=3),
     "all": dataclasses.replace(

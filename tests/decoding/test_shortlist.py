@@ -81,14 +81,6 @@ def test_a_table_of_pieces(write, compress):
     assert translations(shortlist, 0) == translations(shortlist, 6) == []
 
 
-def test_allowed_tokens_of_a_sentence(write):
-    shortlist = Shortlist.read(write(PIECES), SEPARATE, first=2, best=2)
-    allowed = shortlist.allowed([2, 4, 2])
-    assert allowed.tolist() == [0, 1, 2, 3, 5]
-    assert allowed.dtype == np.int32
-    assert shortlist.allowed([], also=[7, 1, 7]).tolist() == [0, 1, 7]
-
-
 def test_with_one_vocabulary_the_source_can_be_copied(write):
     same = types.SimpleNamespace(source=TARGET, target=copy.copy(TARGET), joint=False)
     for tokenizers in (JOINT, same):

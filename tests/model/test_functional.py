@@ -125,24 +125,6 @@ def test_attention_is_its_equation(backend, causal, monkeypatch):
     chex.assert_trees_all_close(gradients, derived, atol=2e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("gpu_kernels_by_einsum")
-@pytest.mark.parametrize("fuses", [False, True])
-def test_residual_norm_is_its_equation(fuses, monkeypatch):
-    monkeypatch.setattr(functional, "gpu_refusal", lambda *_: "" if fuses else "no GPU")
-    x, residual = jax.random.normal(jax.random.key(0), (2, 2, 8, 128))
-    scale, bias = jax.random.normal(jax.random.key(1), (2, 128))
-    total = np.asarray(x + residual, np.float64)
-    centered = total - total.mean(-1, keepdims=True)
-    expected = centered / np.sqrt((centered**2).mean(-1, keepdims=True) + 1e-5)
-    found = functional.residual_norm(x, residual, scale, bias, epsilon=1e-5)
-    np.testing.assert_allclose(found, expected * scale + bias, atol=2e-5)
-    found = functional.residual_norm(x, residual, scale, epsilon=1e-5)
-    np.testing.assert_allclose(found, expected * scale, atol=2e-5)
-    half = functional.residual_norm(*(a.astype(jnp.bfloat16) for a in (x, residual)), scale, bias)
-    assert half.dtype == jnp.bfloat16
-
-
 def test_the_tests_check_annotated_shapes():
     q, k = jnp.ones((1, 3, 2, 8)), jnp.ones((1, 3, 2, 4))
     with pytest.raises(jaxtyping.TypeCheckError, match="fused_attention"):

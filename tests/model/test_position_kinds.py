@@ -197,14 +197,6 @@ def test_cached_steps_equal_the_whole_pass(float64, kind, has_inputs):
             chex.assert_trees_all_close(logits[:, beam], whole[:, position], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(("sharing", "shape"), [("stack", (4, 3)), ("layer", (2, 4, 3))])
-def test_layers_share_a_t5_table_or_have_their_own(float64, sharing, shape):
-    kind = "t5_relative" if sharing == "stack" else "t5_relative, by layer"
-    encoder = of(kind)[1]["params"]["encoder"]
-    owner = encoder if sharing == "stack" else encoder["layers"]
-    assert owner["position_bias"]["embedding"].shape == shape
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

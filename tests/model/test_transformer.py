@@ -211,17 +211,6 @@ def test_float64_has_no_float32_inside(float64):
     assert "f32" not in str(jax.make_jaxpr(Transformer(config).apply)(variables, source, target))
 
 
-def test_tying_says_which_tables_exist():
-    def tables(tie):
-        return set(initialise(dataclasses.replace(TINY, tie_embeddings=tie))[1]["params"])
-
-    stacks = {"encoder", "decoder", "target_embedding"}
-    assert tables("all") == stacks
-    assert tables("source_target") == stacks | {"output"}
-    assert tables("target_output") == stacks | {"source_embedding"}
-    assert tables("none") == stacks | {"source_embedding", "output"}
-
-
 def test_heads_that_do_not_divide_d_model_are_refused():
     with pytest.raises(
         UserError, match=r"model\.d_model=12 is not a multiple of model\.num_heads=5"

@@ -1,7 +1,6 @@
 """Files and folders appear complete and durable, or not at all."""
 
 import contextlib
-import errno
 import os
 import signal
 import subprocess
@@ -55,13 +54,6 @@ def test_a_folder_is_flushed_with_all_its_files_before_the_renaming(tmp_path, ca
     assert calls[renaming + 1 :] == [("fsync", tmp_path.name)]
 
 
-def test_appended_text_is_flushed(tmp_path, calls):
-    atomic.append_text(tmp_path / "lines", "one\n")
-    atomic.append_text(tmp_path / "lines", "two\n")
-    assert (tmp_path / "lines").read_text() == "one\ntwo\n"
-    assert calls == [("fsync", "lines")] * 2
-
-
 def test_a_failure_leaves_the_file_as_it_was(tmp_path):
     path = tmp_path / "file"
     path.write_text("before")
@@ -101,28 +93,6 @@ def test_what_a_killed_process_left_is_removed_by_the_next_write(tmp_path):
     assert leftover.name != "killed"
     atomic.write_text(tmp_path / "next", "text")
     assert [path.name for path in tmp_path.iterdir()] == ["next"]
-
-
-def test_a_replacement_whose_second_renaming_fails_is_completed(tmp_path, monkeypatch):
-    rename = atomic.rename
-    calls = []
-
-    def failing(source, target):
-        calls.append(source)
-        if len(calls) == 1:
-            raise OSError(errno.EIO, "Input/output error")
-        return rename(source, target)
-
-    (tmp_path / "folder").mkdir()
-    monkeypatch.setattr(atomic, "_exchange", lambda *names: False)
-    monkeypatch.setattr(atomic, "rename", failing)
-    with (
-        pytest.raises(UserError, match="Input/output error"),
-        atomic.new_folder(tmp_path / "folder", replace=True) as partial,
-    ):
-        (partial / "new").touch()
-    assert [entry.name for entry in tmp_path.iterdir()] == ["folder"]
-    assert [entry.name for entry in (tmp_path / "folder").iterdir()] == ["new"]
 
 
 def test_what_a_living_process_is_writing_is_not_removed(tmp_path):
@@ -223,27 +193,6 @@ def test_a_line_is_appended_whole_or_not_at_all(tmp_path):
     with files_no_longer_than(10), pytest.raises(UserError, match="File too large"):
         atomic.append_text(path, "two, which is too long\n")
     assert path.read_text() == "one\n"
-
-
-def test_a_link_in_place_of_a_replaced_folder_is_removed_but_not_its_target(tmp_path):
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "kept").write_text("foreign")
-    (tmp_path / "folder").symlink_to(tmp_path / "elsewhere")
-    with atomic.new_folder(tmp_path / "folder", replace=True) as partial:
-        (partial / "new").touch()
-    assert (tmp_path / "elsewhere" / "kept").read_text() == "foreign"
-    assert [path.name for path in (tmp_path / "folder").iterdir()] == ["new"]
-
-
-def test_of_two_folders_written_at_once_the_first_to_be_complete_stays(tmp_path):
-    folder = tmp_path / "folder"
-    with (
-        pytest.raises(UserError, match="folder exists: remove it"),
-        atomic.new_folder(folder),
-        atomic.new_folder(folder) as first,
-    ):
-        (first / "first").touch()
-    assert [path.name for path in tmp_path.rglob("*")] == ["folder", "first"]
 
 
 @pytest.mark.parametrize("name", ["/dev/null", "/dev/full"])

@@ -131,12 +131,6 @@ def test_a_run_whose_checkpoints_are_gone(begun, how):
         holds_run(begun, EXPERIMENT)
 
 
-def test_a_run_that_was_killed_before_its_first_checkpoint_is_continued(workdir):
-    (workdir / "checkpoints").mkdir()
-    (workdir / "metrics.jsonl").write_text('{"step": 1, "split": "train"}\n')
-    assert holds_run(workdir, EXPERIMENT)
-
-
 def test_only_a_run_without_a_checkpoint_needs_the_same_start(workdir):
     other = ExperimentConfig(train=TrainConfig(init_from="runs/trained"))
     with pytest.raises(UserError, match=r"train\.init_from: '' in the run, 'runs/trained' now"):

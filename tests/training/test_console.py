@@ -2,13 +2,17 @@
 
 import io
 import re
+import sys
 import time
+import types
+from pathlib import Path
 
 import numpy as np
 import pytest
 from rich.console import Console
 
 from flaxformer_mt.training.reporting.console import ConsoleWriter, Sample, some_of
+from flaxformer_mt.training.reporting.notebook import NotebookProgress
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -177,3 +181,23 @@ def test_samples_are_from_all_of_a_set():
     samples = [Sample(str(number), "") for number in range(8)]
     assert [sample.source for sample in some_of(samples)] == ["2", "6"]
     assert some_of(samples[:1]) == samples[:1]
+
+
+def test_a_notebook_has_one_output_that_is_updated(monkeypatch):
+    shown = []
+    display = types.ModuleType("IPython.display")
+    display.HTML = str
+    display.display = lambda text, display_id: types.SimpleNamespace(update=shown.append)
+    monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    progress = NotebookProgress()
+    progress.begin(Path("run"), {"train": {"num_steps": 8}})
+    progress.log(4, {"train/loss": 3.0})
+    progress.translated(8, [Sample("a <b>", "c", "d")])
+    progress.log(8, {"valid/loss": 2.0, "valid/bleu": 30.0})
+    assert "<progress value=8 max=8" in shown[-1]
+    assert shown[-1].count("<polyline") == 2
+    assert ">valid</span> loss 2.0000  BLEU 30.00" in shown[-1]
+    assert "source: a &lt;b&gt;" in shown[-1]
+    progress.rewind(4)
+    assert shown[-1].count("<polyline") == 0

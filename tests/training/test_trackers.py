@@ -115,17 +115,6 @@ def test_a_tracker_that_fails_is_announced_once_and_others_go_on(tmp_path, faili
     ]
 
 
-def test_a_tracker_whose_library_is_absent_fails_alone(tmp_path, monkeypatch):
-    names = ["wandb", "mlflow", "trackio", "tensorboard"]
-    for name in names[:3]:
-        monkeypatch.setitem(sys.modules, name, None)
-    lines = []
-    drive(Trackers([trackers.BY_NAME[name]() for name in names], lines.append), tmp_path)
-    assert [line.split()[1] for line in lines] == ["WandB", "MLflow", "Trackio"]
-    assert all("wandb" in lines[0] and "failed" in line for line in lines)
-    assert (2, "valid/bleu") in events_of(tmp_path / "tensorboard")
-
-
 @pytest.fixture
 def run_folder(tmp_path, monkeypatch):
     """A folder, and no settings of the user."""
