@@ -336,7 +336,7 @@ def check_sizes(opened, roles, data, caplog):
 
 
 @pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=[pytest.mark.slow] * (seed >= 8)) for seed in range(24)]
+    "seed", [pytest.param(seed, marks=[pytest.mark.slow] * (seed >= 4)) for seed in range(24)]
 )
 def test_held_out_pairs_of_any_text(tmp_path, tokenizers, caplog, seed):
     check_case(tmp_path, tokenizers, caplog, seed)

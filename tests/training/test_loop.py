@@ -27,6 +27,7 @@ class Run:
 
     tiny: object
     folder: object
+    options: dict = dataclasses.field(default_factory=dict)
     state: object = None
     announced: list = dataclasses.field(default_factory=list)
     rows_read: list = dataclasses.field(default_factory=list)
@@ -34,7 +35,7 @@ class Run:
     def __call__(
         self, batch=None, evaluate=None, train_step=None, should_stop=lambda step: False, **options
     ):
-        config = dataclasses.replace(self.tiny.experiment.train, **options)
+        config = dataclasses.replace(self.tiny.experiment.train, **self.options | options)
         batch = batch or self.tiny.placed_batch
         evaluate = evaluate or self.evaluate
         self.folder.mkdir(exist_ok=True)
@@ -92,9 +93,19 @@ class Run:
 @pytest.fixture
 def runs(setup, tmp_path):
     """Call `runs(name, ...)` for a run folder of a tiny experiment."""
-    return lambda name="run", **options: Run(
-        setup.of(**{"bigram": True, **options}), tmp_path / name
-    )
+
+    def of(name="run", **options):
+        # Runs share a compiled step unless it has other options.
+        of_loop = {option: options.pop(option) for option in OF_LOOP & options.keys()}
+        return Run(setup.of(**{"bigram": True, **options}), tmp_path / name, of_loop)
+
+    return of
+
+
+OF_LOOP = {
+    "log_every", "eval_every", "checkpoint_every", "keep_best", "early_stopping_patience",
+    "early_stopping_metric", "early_stopping_min_delta", "max_skipped_steps",
+}  # fmt: skip
 
 
 def power_cut(step, tiny):
