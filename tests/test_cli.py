@@ -23,7 +23,6 @@ from flaxformer_mt.decoding.line_format import read_sentence
 from flaxformer_mt.decoding.scoring.scorer import Scorer
 from flaxformer_mt.decoding.translator import Sentence, Translator
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.evaluation import compare
 from flaxformer_mt.exit_codes import ExitCode
 from flaxformer_mt.runs.checkpoint import Checkpoints, write_params
 from flaxformer_mt.runs.folder import write_run
@@ -223,30 +222,6 @@ def test_score_prints_one_log_probability_per_line(run, command, tmp_path):
     assert code == 0
     assert [float(line) for line in out.splitlines()] == pytest.approx(
         [score.log_probability for score in scores], abs=1e-6
-    )
-
-
-def test_evaluate_compares_a_run_with_a_baseline_and_keeps_its_translations(run, command, tmp_path):
-    sources, references = sentences(4, longest=2), sentences(4, seed=5)
-    baseline, output = write(tmp_path / "baseline", references[::-1]), tmp_path / "output"
-    arguments = (
-        "evaluate", "--run", run, "--baseline", baseline, "--output", output,
-        "--source", write(tmp_path / "source", sources),
-        "--reference", write(tmp_path / "reference", references), "--resamples", "20",
-    )  # fmt: skip
-    code, out, _ = command(*arguments)
-    translations = Translator.from_run(run).translate(sources)
-    assert code == 0
-    assert output.read_text().splitlines() == translations
-    expected = compare(
-        {"baseline": references[::-1], "run": translations}, references,
-        significance="bootstrap", resamples=20,
-    )  # fmt: skip
-    listed = json.loads(out)["systems"]
-    assert [each["system"] for each in listed] == [str(baseline), str(run)]
-    assert listed[1]["chrf_p_value"] == round(expected["run"]["chrf"].p_value, 4)
-    assert_rejected(
-        command("evaluate", "--run", run, "--reference", baseline), "--source", "--reference"
     )
 
 

@@ -5,7 +5,6 @@ import errno
 import io
 import os
 import signal
-import types
 
 import chex
 import jax
@@ -25,14 +24,12 @@ from flaxformer_mt.config import (
 )
 from flaxformer_mt.config.experiment import with_changes
 from flaxformer_mt.data import run_text
-from flaxformer_mt.decoding.batching.workers import decoding_on
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.experiment.checks import check_config
 from flaxformer_mt.experiment.report import export_obstacles, report
 from flaxformer_mt.runs import folder as run_folder
 from flaxformer_mt.trained_model import load_run
 from flaxformer_mt.training.hooks import Hooks, SavedFirst, StepInfo
-from flaxformer_mt.training.reporting.trackers import Tracker
 
 CONFIG = ExperimentConfig(
     model=TransformerConfig(
@@ -134,53 +131,6 @@ def test_options_that_others_make_ineffective_are_refused(tmp_path, changes, mes
     assert not (tmp_path / "run").exists()
 
 
-class Seen(Tracker):
-    def __init__(self, fails=False):
-        self.calls, self.fails = [], fails
-
-    def begin(self, folder, config):
-        if self.fails:
-            raise OSError("no network")
-        self.calls.append(("begin", folder, config))
-
-    def log(self, step, numbers):
-        self.calls.append(("log", step, numbers))
-
-    def translated(self, step, samples):
-        self.calls.append(("translated", step, samples))
-
-
-@pytest.mark.slow
-def test_trackers_get_configuration_metrics_and_translations_and_may_fail(tmp_path, capsys):
-    seen, failing = Seen(), Seen(fails=True)
-    config = changed(train={"trackers": ()})
-    run = flaxformer_mt.train(config, tmp_path / "run", writers=[failing, seen])
-    warning = "warning: Seen failed, the run goes on without it: no network\n"
-    assert capsys.readouterr().out.count(warning) == 1
-    assert failing.calls == []
-    assert run.latest_step == 2
-    assert not (tmp_path / "run" / "tensorboard").exists()
-    begin, *others = seen.calls
-    assert begin[:2] == ("begin", tmp_path / "run")
-    assert begin[2]["model"]["source_vocab_size"] > 0
-    assert begin[2]["system"]["device_kind"] == "cpu"
-    assert begin[2]["system"]["device_memory_bytes"] > 0
-    rows = {(row["step"], row["split"]): row for row in run.metrics if row["split"] != "test"}
-    logged = {
-        (step, next(iter(values)).partition("/")[0]): values
-        for kind, step, values in others
-        if kind == "log"
-    }
-    assert logged.keys() == rows.keys()
-    for (step, split), values in logged.items():
-        expected = rows[step, split]
-        numbers = {name for name, each in expected.items() if not isinstance(each, str)}
-        assert values.keys() == {f"{split}/{name}" for name in numbers - {"step"}}
-        assert values[f"{split}/loss"] == expected["loss"]
-    (samples,) = (samples for kind, _, samples in others if kind == "translated")
-    assert {sample.source for sample in samples} <= {*run.texts("valid").sources}
-
-
 def hooks_of(*functions, every=1):
     hooks = Hooks()
     for function in functions:
@@ -272,18 +222,6 @@ def test_devices_that_cannot_share_a_run_are_refused(monkeypatch, processes, par
     monkeypatch.setattr(jax, "local_device_count", lambda: 8 // processes)
     with pytest.raises(UserError, match=message):
         check_config(changed(parallel=parallel))
-
-
-def test_no_more_devices_translate_than_train():
-    def device(platform, process):
-        return types.SimpleNamespace(platform=platform, process_index=process)
-
-    decode = DecodeConfig()
-    gpus = [device("gpu", process) for process in (0, 0, 1, 1, 1)]
-    assert decoding_on(gpus, decode).num_devices == 2
-    chosen = dataclasses.replace(decode, num_devices=1)
-    assert decoding_on(gpus, chosen) == chosen
-    assert decoding_on([device("cpu", 0)] * 4, decode) == decode
 
 
 @pytest.mark.slow

@@ -68,16 +68,6 @@ def test_wrong_types_are_errors_in_words(trained_run, tmp_path, monkeypatch, cal
     assert not list(tmp_path.iterdir())
 
 
-def test_search_options_of_the_wrong_name_or_type(trained_run):
-    translator = flaxformer_mt.Run(trained_run).translator()
-    with pytest.raises(TypeError, match="there is no search option beam; did you mean beam_size"):
-        translator.translate("one", beam=4)
-    with pytest.raises(TypeError, match="beam_size='4': must be an integer"):
-        translator.translate("one", beam_size="4")
-    with pytest.raises(TypeError, match="sentences must be a list of strings or Sentence, not int"):
-        translator.translate(5)
-
-
 @pytest.mark.slow
 def test_the_types_of_the_package_are_seen_by_mypy(tmp_path):
     """The package has the marker py.typed, so that types reach programs that use it."""

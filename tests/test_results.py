@@ -1,8 +1,6 @@
 """`benchmarks/results.py`: its experiments, text, scoring and page; one of them is trained."""
 
-import gzip
 import importlib
-import itertools
 import json
 from pathlib import Path
 
@@ -100,21 +98,3 @@ def test_tokenized_text_is_scored_as_it_is(results):
     assert score(references, references, tokenized=True)["bleu"] == pytest.approx(100)
     assert "tok:none" in score(references, references, tokenized=True)["signature"]
     assert "tok:13a" in score(references, references, tokenized=False)["signature"]
-
-
-def write_raw(folder, splits, lines):
-    """Writes a raw corpus, with the same lines, by suffix, in every split."""
-    folder.mkdir(parents=True)
-    for split, (suffix, own) in itertools.product(splits, lines.items()):
-        content = "".join(f"{line}\n" for line in own).encode()
-        (folder / f"{split}.{suffix}.gz").write_bytes(gzip.compress(content, mtime=0))
-
-
-@pytest.fixture
-def raw(tmp_path):
-    """Raw corpora of a few lines."""
-    english = ["Where is it?", "I know.", "Why did you ask that?", "What a day!", "whatever?"]
-    french = ["Où est-ce ?", "Je sais.", "Pourquoi as-tu demandé ça ?", "Quelle journée !", "bof ?"]
-    lines = {"en": english, "fr": french}
-    write_raw(tmp_path / "tatoeba-eng-fra", ("train", "valid", "test"), lines)
-    return tmp_path

@@ -2,7 +2,6 @@
 
 import dataclasses
 import gzip
-import logging
 
 import numpy as np
 import pytest
@@ -149,20 +148,6 @@ def test_an_alignment_file_that_does_not_fit_is_refused(tmp_path, lines, error):
     config = configuration(tmp_path / "text", path)
     with pytest.raises(UserError, match=error):
         opened(tmp_path, config)
-
-
-def test_a_vocabulary_with_other_words_than_the_text_gives_no_links(tmp_path, caplog):
-    # U+2581 is a space for vocabularies.
-    pairs = [("one two", "eno owt"), ("one a\u2581b", "eno")]
-    path = write(tmp_path / "text", pairs, ["0-1 1-0", "0-0"])
-    with caplog.at_level(logging.WARNING):
-        (store,), _ = opened(tmp_path, configuration(tmp_path / "text", path))
-    assert "1 of 2 pairs have no links" in caplog.text
-    assert "train.align, line 2" in caplog.text
-    assert store.links.lengths.tolist()[1] == 0
-    path = write(tmp_path / "text", pairs[1:], ["0-0"])
-    with pytest.raises(UserError, match="1 of 1 pairs have no links"):
-        opened(tmp_path, configuration(tmp_path / "text", path))
 
 
 def test_options_that_alignments_cannot_be_used_with(tmp_path):

@@ -12,7 +12,6 @@ import pytest
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
 from flaxformer_mt.decoding.batching import continuous_batching, workers
 from flaxformer_mt.decoding.batching.continuous_batching import ContinuousBatcher, Request
-from flaxformer_mt.decoding.parameters import rounded_matrices
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.model.transformer import Transformer
 
@@ -142,20 +141,3 @@ def test_defaults_of_devices_and_batches_follow_the_platform(monkeypatch):
     assert workers.batch_tokens(DecodeConfig(), "cpu") == 1024
     assert workers.batch_tokens(DecodeConfig(), "tpu") == 16_384
     assert workers.batch_tokens(DecodeConfig(batch_tokens=7), "gpu") == 7
-
-
-@pytest.mark.slow
-def test_matrices_in_bfloat16_change_no_bit():
-    model = dataclasses.replace(MODEL, dtype="bfloat16", decoder_kind="ssru", embedding_norm=True)
-    tokens = np.arange(3, 11, dtype=np.int32).reshape(2, 4)
-    whole = jax.jit(Transformer(model).init)(jax.random.key(0), tokens, tokens)["params"]
-    rounded = rounded_matrices(model, whole)
-    sizes = [sum(leaf.nbytes for leaf in jax.tree.leaves(each)) for each in (whole, rounded)]
-    assert sizes[1] < 0.7 * sizes[0]
-    logits = [
-        np.asarray(jax.jit(Transformer(model).apply)({"params": each}, tokens, tokens))
-        for each in (whole, rounded)
-    ]
-    np.testing.assert_array_equal(*logits)
-    wide = dataclasses.replace(model, dtype="float32")
-    assert jax.tree.leaves(rounded_matrices(wide, whole))[0] is jax.tree.leaves(whole)[0]

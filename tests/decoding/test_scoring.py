@@ -65,22 +65,6 @@ def test_several_translations_of_a_sentence_are_scored_as_pairs(talker):
     assert [each.scores for each in found] == [pairs[:3], pairs[3:]]
 
 
-def test_error_messages_count_sentences_across_chunks(talker, monkeypatch):
-    monkeypatch.setattr(scorer_module, "CHUNK_SIZE", 3)
-    model = dataclasses.replace(talker.config.model, position_kind="learned", max_length=12)
-    params = {
-        **talker.params,
-        **{f"{side}_positions": {"embedding": np.zeros((12, 16))} for side in ("source", "target")},
-    }
-    pairs = [("ein", "ein")] * 4 + [("Hund " * 20, "ein")]
-    scorer = Scorer(model, params, talker.tokenizers)
-    with pytest.raises(UserError, match="sentence 5 has"):
-        list(scorer.stream(pairs))
-    candidates = [(source, [target, target]) for source, target in pairs]
-    with pytest.raises(UserError, match="sentence 5 has"):
-        list(scorer.stream_candidates(candidates))
-
-
 def test_language_models_are_rejected(talker):
     model = dataclasses.replace(talker.config.model, has_inputs=False, tie_embeddings="none")
     with pytest.raises(UserError, match=r"model\.has_inputs=False"):

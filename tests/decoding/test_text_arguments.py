@@ -3,9 +3,8 @@
 import pytest
 from talker import sentences
 
-from flaxformer_mt import Run, interop, train
+from flaxformer_mt import interop
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.config.files import load_config
 from flaxformer_mt.decoding.scoring.scorer import Scorer
 from flaxformer_mt.decoding.sentence_decoder import Sentence
 from flaxformer_mt.decoding.translator import Translator
@@ -82,18 +81,6 @@ def test_an_unknown_unit_is_named(translator, scorer):
         list(scorer.stream([("a", "b")], "letters"))
 
 
-@pytest.mark.parametrize("given", [None, 3, b"folder", ["folder"]])
-def test_what_is_no_path_is_a_type_error(given):
-    for function in (
-        Run,
-        load_config,
-        lambda path: interop.load("tunz", path),
-        lambda path: train(path, "folder"),
-    ):
-        with pytest.raises(TypeError, match=r"path|str|Path"):
-            function(given)
-
-
 def test_what_is_no_checkpoint_is_a_type_error():
     for given in (None, 3, ["a"], b"model.pt"):
         with pytest.raises(TypeError, match="must be a path or a state dict, not"):
@@ -104,12 +91,3 @@ def test_what_is_no_checkpoint_is_a_type_error():
         interop.save("tunz", TransformerConfig(), [], "model.safetensors")
     with pytest.raises(TypeError, match="family must be a name or a Family, not NoneType"):
         interop.load(None, {})
-
-
-def test_a_run_needs_a_folder():
-    with pytest.raises(TypeError, match="folders"):
-        Translator.from_run(None)
-    with pytest.raises(TypeError, match="must be a path"):
-        Translator.from_run([None])
-    with pytest.raises(UserError, match="name at least one"):
-        Translator.from_run([])

@@ -1,6 +1,5 @@
 """Samples drawn inside a training step."""
 
-import dataclasses
 import functools
 
 import chex
@@ -8,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from talker import full_pass
 
 from flaxformer_mt.data.stream.batches import Batch
@@ -56,20 +54,6 @@ def test_log_probabilities_are_those_of_the_full_pass(talker):
     assert (found.input_tokens[..., 0] == talker.model.bos_id).all()
     np.testing.assert_array_equal(found.input_tokens[..., 1:], found.tokens[..., :-1])
     assert not lengths[2].any()  # A row without a sentence.
-
-
-@pytest.mark.slow
-def test_sharded_parameters_give_the_same_samples(talker):
-    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("rows", "columns"))
-
-    def sharded(leaf):
-        spec = PartitionSpec("columns") if leaf.shape[0] % 2 == 0 else PartitionSpec()
-        return jax.device_put(leaf, NamedSharding(mesh, spec))
-
-    source = np.concatenate([SOURCE, SOURCE[:1]])
-    placed = jax.device_put(source, NamedSharding(mesh, PartitionSpec("rows")))
-    apart = dataclasses.replace(talker, params=jax.tree.map(sharded, talker.params))
-    np.testing.assert_array_equal(draw(apart, placed).tokens, draw(talker, source).tokens)
 
 
 def test_rows_are_a_batch_of_every_sample_with_its_source():

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from talker import exhaust_memory, sentences, with_decode, with_end_bias
 
-import flaxformer_mt as fmt
 from flaxformer_mt.config import CorpusConfig, DataConfig, DecodeConfig
 from flaxformer_mt.data.corpora.corpus import ParallelCorpus
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
@@ -243,23 +242,3 @@ def test_a_device_without_enough_memory_is_explained(monkeypatch, talker):
         UserError, match=r"^translation needs more memory .*lower decode\.batch_tok"
     ):
         make_translator(talker).translate("ein Hund")
-
-
-def plainly_translate(talker, params, **options):
-    model, _, tokenizers, _ = talker.parts
-    return fmt.translate(model, params, tokenizers, SENTENCES[:3], beam_size=1, **options)
-
-
-def test_translate_names_what_is_wrong_with_its_arguments(talker):
-    with pytest.raises(TypeError, match=r"no search option max_lenght.*max_length"):
-        plainly_translate(talker, talker.params, max_lenght=3)
-    with pytest.raises(UserError, match=r'give its entry "params"'):
-        plainly_translate(talker, {"params": talker.params})
-    without = {name: value for name, value in talker.params.items() if name != "encoder"}
-    with pytest.raises(UserError, match=r"encoder/.* missing; found decoder"):
-        plainly_translate(talker, without)
-    model, params, tokenizers, _ = talker.parts
-    with pytest.raises(
-        TypeError, match="must be a list of strings or Sentence, not a single string"
-    ):
-        fmt.translate(model, params, tokenizers, "Hund", beam_size=1)

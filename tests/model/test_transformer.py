@@ -160,29 +160,6 @@ def test_each_dropout_site_can_act_alone(rate):
     )
 
 
-@pytest.mark.slow
-def test_layers_drop_different_units():
-    config = dataclasses.replace(
-        TINY, embedding_dropout_rate=0.0, dropout_rate=0.0, attention_dropout_rate=0.5
-    )
-    _, variables, source, _ = initialise(config)
-    same = jax.tree.map(lambda x: jnp.broadcast_to(x[:1], x.shape), variables["params"]["encoder"])
-    params = variables["params"] | {"encoder": same}
-
-    def encode(scan_layers):
-        model = Compiled(dataclasses.replace(config, scan_layers=scan_layers))
-        return model.apply(
-            {"params": params},
-            source,
-            deterministic=False,
-            method="encode",
-            rngs={"dropout": jax.random.key(0)},
-        )
-
-    # The loop and its unrolled form draw the same, layer by layer.
-    chex.assert_trees_all_close(encode(True), encode(False), atol=1e-6)
-
-
 def test_bfloat16_keeps_parameters_and_logits_in_float32():
     model, variables, source, target = initialise(dataclasses.replace(TINY, dtype="bfloat16"))
     logits = model.apply(variables, source, target)

@@ -9,7 +9,7 @@ from flax.traverse_util import flatten_dict
 
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.objectives.losses import token_losses
-from flaxformer_mt.training.parameters import describe, merge, split
+from flaxformer_mt.training.parameters import merge, split
 
 
 def run(tiny, steps):
@@ -189,33 +189,6 @@ def test_rules_that_cannot_be_meant_are_refused(freeze, message):
     with pytest.raises(UserError, match=f"train.freeze.*{message}") as caught:
         split({"encoder": {"bias": 1}, "decoder": {"bias": 2}}, freeze)
     assert "\n" not in str(caught.value)
-
-
-def count(params):
-    return sum(leaf.size for leaf in jax.tree.leaves(params))
-
-
-@pytest.mark.parametrize(
-    ("tie", "freeze", "text"),
-    [
-        (
-            "all",
-            ("embedding", "encoder/.*feed_forward"),
-            "frozen: encoder (in part), target_embedding (also the source embedding and the output "
-            "projection)",
-        ),
-        ("target_output", ("target_emb",), "frozen: target_embedding (also the output projection)"),
-        ("none", ("encoder/", "embedding"), "frozen: encoder, source_embedding, target_embedding"),
-    ],
-)
-def test_report_of_what_is_trained(setup, tie, freeze, text):
-    tiny = setup.of(model={"tie_embeddings": tie})
-    params = tiny.state_shapes.params
-    trained, _ = split(params, freeze)
-    assert describe(params, freeze, tiny.experiment.model) == (
-        f"{count(trained):,} of {count(params):,} parameters; {text}"
-    )
-    assert describe(params, (), tiny.experiment.model) == f"{count(params):,} parameters"
 
 
 # The initial state.
