@@ -61,12 +61,6 @@ def test_parts_that_are_interrupted_at_any_byte(tmp_path, count, lines_each):
     assert continue_part(output, shard, lines_each) == []
 
 
-def test_nothing_that_is_whole_is_written_twice(tmp_path):
-    with pytest.raises(Killed):
-        continue_part(tmp_path / "out", Shard(), most=5)
-    assert continue_part(tmp_path / "out", Shard()) == [*range(5, LINES)]
-
-
 def test_what_a_power_cut_left_unwritten_is_written_again(tmp_path):
     (tmp_path / "out.0-of-1.partial").write_bytes(whole()[:60] + bytes(20) + whole()[80:])
     assert len(continue_part(tmp_path / "out", Shard())) > LINES - 5
@@ -84,29 +78,6 @@ def test_parts_of_other_settings_are_not_continued(tmp_path):
         with pytest.raises(UserError, match=r"other (search|models|shards): give another --output"):
             continue_part(tmp_path / "out", shard, settings=settings)
     assert continue_part(tmp_path / "out", Shard(0, 2)) == [*range(2, LINES // 2)]
-
-
-def test_a_part_is_written_by_one_process(tmp_path):
-    with (
-        part_writer(tmp_path / "out", Shard(), SETTINGS, range(3), 1),
-        pytest.raises(UserError, match="another process"),
-    ):
-        continue_part(tmp_path / "out", Shard())
-
-
-def test_an_output_that_was_deleted_is_made_again(tmp_path):
-    output = tmp_path / "out"
-    continue_part(output, Shard())
-    output.unlink()
-    continue_part(output, Shard())
-    assert output.read_bytes() == whole()
-
-
-def test_every_line_is_in_one_shard():
-    for total in (0, 1, 7, 100):
-        for count in (1, 2, 3, 8):
-            shards = [Shard(index, count).lines(total) for index in range(count)]
-            assert [number for lines in shards for number in lines] == [*range(total)]
 
 
 @pytest.mark.parametrize("text", ["", "1", "2/2", "-1/2", "0/0", "1/2/3", "٠/١", "a/b"])
