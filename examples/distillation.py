@@ -47,4 +47,4 @@ for batch, position in data.batches(mesh):
         print(position.step, {name: float(a / b) for name, (a, b) in metrics.items()})
     if position.step == last_step:
         break
-fmt.save_run("runs/student", small, tokenizers, state["params"])
+fmt.save_run("runs/student", small, tokenizers, state["params"], overwrite=True)

@@ -56,4 +56,4 @@ with fmt.Checkpoints("runs/adapters", optimizer=optimizer) as checkpoints:  # Ad
             checkpoints.save(position.step, state, position)
             print(position.step, f"loss {loss:.4f}")
 params = jax.device_get(merged(model.params, jax.device_get(state["adapters"])))
-fmt.save_run("runs/merged", config, tokenizers, params)
+fmt.save_run("runs/merged", config, tokenizers, params, overwrite=True)

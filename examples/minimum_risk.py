@@ -57,4 +57,4 @@ for batch, position in data.batches(mesh):
     print(position.step, f"expected risk {risk:.4f}")
     if position.step == last_step:
         break
-fmt.save_run("runs/minimum-risk", config, tokenizers, state["params"])
+fmt.save_run("runs/minimum-risk", config, tokenizers, state["params"], overwrite=True)

@@ -47,4 +47,4 @@ with fmt.Checkpoints("runs/mine", optimizer=optimizer) as checkpoints:
             print(fmt.translate(config, state["params"], tokenizers, ["a dog runs"]))
         if position.step >= last_step:
             break
-fmt.save_run("runs/mine-final", config, tokenizers, state["params"])
+fmt.save_run("runs/mine-final", config, tokenizers, state["params"], overwrite=True)

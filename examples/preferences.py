@@ -57,4 +57,4 @@ for number in range(last_step):
     sides = {side: batch_of(number, side) for side in ("chosen", "rejected")}
     state, metrics = step(state, sides)
     print(number + 1, {name: round(float(value), 4) for name, value in metrics.items()})
-fmt.save_run("runs/preferred", config, tokenizers, state["params"])
+fmt.save_run("runs/preferred", config, tokenizers, state["params"], overwrite=True)

@@ -116,7 +116,8 @@ def place(tree: Tree, mesh: Mesh, rules: Rules = ()) -> Tree:
             whole.shape, sharding, lambda index: np.array(whole[index])
         )
 
-    return buffers.owned(jax.tree.map(copy, tree, shardings(tree, mesh, rules)))
+    wanted = shardings(tree, mesh, rules)
+    return buffers.owned(jax.tree.map(copy, tree, wanted))
 
 
 class CompiledStep:

@@ -39,7 +39,7 @@ def phrases(kind="bpe"):
     texts = Sentences.from_texts(text.sources)
 
     def repeated(count, weight):
-        pairs = TokenPairs(corpus.sources, corpus.targets, texts=texts)
+        pairs = TokenPairs(corpus.sources, corpus.targets, {"text": texts})
         pairs = pairs.take(np.arange(count) % len(texts))
         return dataclasses.replace(corpus, **vars(pairs), weight=weight)
 

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 import flaxformer_mt as fmt
+from flaxformer_mt.config import ExperimentConfig, differences
+from flaxformer_mt.experiment.start import recorded
 from flaxformer_mt.model.layers import FEED_FORWARD
 from flaxformer_mt.training.devices import place
 
@@ -114,6 +116,15 @@ def test_a_router_is_trained_alike_on_every_mesh(params):
 def test_options_are_recorded_and_checked(experts):
     assert FEED_FORWARD.resolved("experts(top=1)") == "experts(balance=0.01, count=4, top=1)"
     assert FEED_FORWARD.resolved("dense") == "dense"
+    config = ExperimentConfig(model=MODEL)
+    stored = recorded(config)
+    assert not differences(stored, recorded(config))
+    # Other defaults of the class are another model.
+    other = dataclasses.make_dataclass("Other", [("top", int, 1)], bases=(experts,))
+    fmt.register_feed_forward("experts")(other)
+    (line,) = differences(stored, recorded(config)).values()
+    assert "top=2) in the run" in line
+    assert "top=1) now" in line
     for kind, message in (
         (
             "experts(tops=1)",
