@@ -135,7 +135,7 @@ def test_files_that_are_gone_are_not_needed(tmp_path):
 
 def test_errors_of_workers_arrive():
     stream = stream_of(2, subword_sampling=0.1)
-    stream._arguments = (*stream._arguments[:-1], None)
+    stream._arguments = (*stream._arguments[:-2], None, None)
     with pytest.raises(ValueError, match="needs a vocabulary to sample from") as error:
         read(stream, 1)
     (note,) = error.value.__notes__
