@@ -3,9 +3,10 @@
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Unpack, overload
 
 from flaxformer_mt.config import DataConfig, ExperimentConfig, TransformerConfig
+from flaxformer_mt.config.decode import DecodeOptions
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.decoding.attention_weights import sentence_attention
 from flaxformer_mt.decoding.text_arguments import require_path
@@ -61,16 +62,29 @@ class Model:
         return self._translator
 
     @overload
-    def translate(self, sentences: str | Sentence, **options: Any) -> str: ...
+    def translate(  # type: ignore[overload-overlap]
+        self,
+        sentences: str | Sentence,
+        beam_size: int | None = None,
+        **options: Unpack[DecodeOptions],
+    ) -> str: ...
 
     @overload
-    def translate(self, sentences: Iterable[str | Sentence], **options: Any) -> list[str]: ...
+    def translate(
+        self,
+        sentences: Iterable[str | Sentence],
+        beam_size: int | None = None,
+        **options: Unpack[DecodeOptions],
+    ) -> list[str]: ...
 
     def translate(
-        self, sentences: str | Sentence | Iterable[str | Sentence], **options: Any
+        self,
+        sentences: str | Sentence | Iterable[str | Sentence],
+        beam_size: int | None = None,
+        **options: Unpack[DecodeOptions],
     ) -> str | list[str]:
         """Translates a sentence, or each sentence of a list; see `Translator.translate`."""
-        return self.translator().translate(sentences, **options)
+        return self.translator().translate(sentences, beam_size, **options)
 
     def attention(self, source: str, target: str | None = None) -> AttentionPicture:
         """Returns the attention of every layer and head; see `Run.attention`."""

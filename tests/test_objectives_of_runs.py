@@ -56,17 +56,6 @@ def test_a_run_is_continued_with_its_objective_only(plain, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_built_in_objective_given_as_a_function_trains_the_same_bits(plain, tmp_path):
-    def same(config, params, batch, key, frozen):
-        return fmt.cross_entropy(config, params, batch, key, smoothing=CONFIG.train.label_smoothing)
-
-    runs = plain, fmt.train(CONFIG, tmp_path / "run", objective=same)
-    jax.tree.map(
-        np.testing.assert_array_equal, *(load_run(run.folder, "last").params for run in runs)
-    )
-
-
-@pytest.mark.slow
 def test_an_objective_reads_its_frozen_tree_and_writers_see_the_metrics(plain, tmp_path):
     class Tracker:
         """A writer, such as one of a tracking service."""
@@ -113,11 +102,6 @@ def test_an_objective_reads_its_frozen_tree_and_writers_see_the_metrics(plain, t
     assert {row[1] for row in tracker.seen[1:-1]} == {"train", "valid"}
 
 
-def test_an_objective_needs_a_name(tmp_path):
-    with pytest.raises(UserError, match="has no name for the run to record"):
-        fmt.train(CONFIG, tmp_path / "run", objective=lambda *arguments: None)
-
-
 @pytest.mark.slow
 def test_a_run_learns_from_its_teacher(plain, tmp_path):
     options = {"train": {"teacher": str(plain.folder), "distillation_weight": 1.0}}
@@ -139,38 +123,6 @@ def test_a_run_learns_from_its_teacher(plain, tmp_path):
         fmt.train(missing, tmp_path / "missing")
     with pytest.raises(UserError, match=r"train\.r_drop=1\.0 cannot be used with train\.teacher"):
         with_changes(with_teacher, {"train": {"r_drop": 1.0}})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("heads", "groups"), [(2, 0), (4, 2)])
-def test_heads_that_tensor_parallelism_would_divide_are_refused(tmp_path, heads, groups):
-    config = with_changes(
-        CONFIG,
-        {
-            "model": {"num_heads": heads, "num_kv_heads": groups},
-            "parallel": {"num_devices": 4, "tensor": 4},
-            "train": {"batch_tokens": 512},
-        },
-    )
-    name = "num_kv_heads" if groups else "num_heads"
-    with pytest.raises(UserError, match=rf"parallel\.tensor=4 does not divide model\.{name}=2"):
-        fmt.train(config, tmp_path / "run")
-
-    # In a script, the mesh is all there is.
-    model = dataclasses.replace(config.model, source_vocab_size=16, target_vocab_size=16, d_ff=16)
-    mesh = fmt.make_mesh(tensor=4, devices=jax.devices()[:4])
-
-    def update(state, batch, key, frozen):
-        sums = fmt.cross_entropy(model, state["params"], batch)
-        return state, sums.loss
-
-    state = fmt.create(
-        lambda key: {"params": fmt.init(model, key), "step": jnp.int32(0)}, mesh, seed=0
-    )
-    rows = jnp.ones((1, 4), jnp.int32)
-    batch = fmt.Batch(rows, rows, rows, jnp.ones((1, 4)), rows, rows, rows, rows)
-    with pytest.raises(UserError, match=rf"model\.{name}=2 cannot be divided evenly among 4"):
-        fmt.compile_step(update, mesh)(state, batch)
 
 
 def test_a_step_says_what_its_state_lacks():

@@ -1,7 +1,7 @@
 """Corpora, filters, vocabularies and the layout of batches."""
 
 import dataclasses
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypedDict
 
 from flaxformer_mt.config import relations
 from flaxformer_mt.config.fields import (
@@ -248,3 +248,30 @@ class DataConfig(Checked):
         if self.batching == "buckets":
             return self.bucket_lengths[-1], self.bucket_lengths[-1]
         return self.source_row_length, self.target_row_length
+
+
+class VocabularyOptions(TypedDict, total=False):
+    """Fields of `DataConfig` that `train_tokenizers` takes beside its own arguments."""
+
+    tokenizer: Literal["bpe", "unigram", "word"]
+    byte_fallback: bool
+    character_coverage: float
+    normalization: Literal["nfc", "nfkc", "none"]
+    keep_whole: tuple[str, ...]
+
+
+class PackingOptions(TypedDict, total=False):
+    """Fields of `DataConfig` that `packed` takes beside its own arguments."""
+
+    batching: Literal["packed", "buckets"]
+    bucket_lengths: tuple[int, ...]
+    long_sentences: Literal["drop", "truncate", "error"]
+    mixture_temperature: float
+    subword_sampling: float
+    workers: int
+    max_length_ratio: float
+    max_words: int
+    drop_identical: bool
+    drop_duplicates: bool
+    drop_wrong_script: bool
+    drop_wrong_language: float

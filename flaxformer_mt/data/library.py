@@ -8,7 +8,7 @@ import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, Unpack
 
 import numpy as np
 from jax.sharding import Mesh
@@ -21,8 +21,8 @@ from flaxformer_mt.config import (
     TransformerConfig,
     to_dict,
 )
-from flaxformer_mt.config.data import CorpusKind, Quoting
-from flaxformer_mt.config.fields import FieldRole, names_with
+from flaxformer_mt.config.data import CorpusKind, PackingOptions, Quoting, VocabularyOptions
+from flaxformer_mt.config.fields import FieldRole, names_with, suggestion
 from flaxformer_mt.data.corpora.corpus import Corpus, ParallelCorpus, open_path, with_alignments
 from flaxformer_mt.data.stream.batches import Batch, BatchShape, make_batch
 from flaxformer_mt.data.stream.blocks import Curriculum
@@ -109,7 +109,11 @@ def read_pairs(
 
 
 def train_tokenizers(
-    pairs: Pairs | Sequence[Corpus], *, size: int = 8000, joint: bool = True, **options: Any
+    pairs: Pairs | Sequence[Corpus],
+    *,
+    size: int = 8000,
+    joint: bool = True,
+    **options: Unpack[VocabularyOptions],
 ) -> Tokenizers:
     """Learns the vocabularies of both sides.
 
@@ -122,11 +126,13 @@ def train_tokenizers(
       joint: whether both sides share a vocabulary.
       options: further options of vocabularies, as of `data` in a configuration: `tokenizer`
         ("bpe", "unigram" or "word"), `byte_fallback`, `character_coverage`,
-        `normalization` ("nfc", "nfkc" or "none").
+        `normalization` ("nfc", "nfkc" or "none"), `keep_whole`.
 
     Raises:
+      TypeError: there is no such option.
       UserError: the text cannot be read, or is too small for a vocabulary.
     """
+    _require_known(options, VocabularyOptions)
     data = DataConfig(vocab_size=size, joint_vocabulary=joint, **options)
     return Tokenizers.train(_corpora(pairs), data)
 
@@ -141,7 +147,7 @@ def packed(
     seed: int = 0,
     cache: str | Path | None = None,
     curriculum: Curriculum | None = None,
-    **options: Any,
+    **options: Unpack[PackingOptions],
 ) -> TrainingStream:
     """Tokenizes pairs and packs them into the rows of batches, several pairs per row.
 
@@ -174,12 +180,13 @@ def packed(
       TypeError: there is no such option.
       UserError: the text cannot be read, or no pair fits into a row.
     """
+    _require_known(options, PackingOptions)
     source_length, target_length = (length, length) if isinstance(length, int) else length
     if curriculum is not None and options.get("workers"):
         raise UserError("a curriculum is a function of your program: leave workers out")
     # Workers would need the temporary files in memory, or your program.
     if cache is None or curriculum is not None:
-        options = {"workers": 0, **options}
+        options.setdefault("workers", 0)
     data = DataConfig(source_row_length=source_length, target_row_length=target_length, **options)
     _, longest = data.row_lengths
     experiment = ExperimentConfig(
@@ -278,6 +285,12 @@ def padded(
         config,
     )
     return batch if mesh is None else place_batch(batch, mesh)
+
+
+def _require_known(options: Mapping[str, Any], kind: type) -> None:
+    known = kind.__annotations__
+    for name in options.keys() - known.keys():
+        raise TypeError(f"there is no option {name}{suggestion(name, known)}")
 
 
 def _corpora(pairs: Pairs | Sequence[Corpus]) -> list[Corpus]:

@@ -98,7 +98,7 @@ def name_of(function: Callable[..., Any], argument: str, built_in: Collection[st
       UserError: it has no name, or one of `built_in`.
     """
     inner: Any = function
-    options: dict[str, Any] = {}
+    options: dict[int | str, Any] = {}
     while isinstance(inner, functools.partial):
         options = dict(enumerate(inner.args)) | inner.keywords | options
         inner = inner.func
@@ -113,7 +113,7 @@ def name_of(function: Callable[..., Any], argument: str, built_in: Collection[st
             f"{argument}={name} has the name of a built-in one: choose that in the configuration, "
             "or define a function with another name that calls yours"
         )
-    defaults = {
+    defaults: dict[int | str, Any] = {
         each.name: each.default
         for each in inspect.signature(inner).parameters.values()
         if each.default is not each.empty

@@ -9,13 +9,11 @@ import chex
 import jax
 import numpy as np
 import pytest
-import tfds_folder
 from jax.sharding import Mesh
 
 import flaxformer_mt as fmt
 from flaxformer_mt.config import CorpusConfig, DataConfig, ExperimentConfig, TrainConfig
 from flaxformer_mt.data.dataset import open_all, open_dataset
-from flaxformer_mt.data.library import padded
 from flaxformer_mt.data.stream.batches import BatchShape, DataPosition
 from flaxformer_mt.errors import UserError
 
@@ -76,29 +74,6 @@ def test_pairs_of_any_source(tmp_path):
     assert list(fmt.read_pairs(tmp_path, split="dev", **languages).pairs()) == PAIRS[:1]
     tagged = fmt.read_pairs(tmp_path / "mine.tsv", tag="<2de>")
     assert next(tagged.pairs()) == (f"<2de> {PAIRS[0][0]}", PAIRS[0][1])
-
-
-def test_pairs_of_prepared_data_sets(tmp_path):
-    pytest.importorskip("tensorflow_datasets")
-    pytest.importorskip("array_record")
-    datasets = pytest.importorskip("datasets")
-    sides = ([source for source, _ in PAIRS], [target for _, target in PAIRS])
-    languages = {"source_language": "en", "target_language": "de"}
-    tfds_folder.write(tmp_path / "prepared", train=PAIRS)
-    assert list(fmt.read_pairs(tmp_path / "prepared", **languages).pairs()) == PAIRS
-    rows = datasets.Dataset.from_dict({"en": sides[0], "de": sides[1]})
-    rows.save_to_disk(tmp_path / "saved")
-    assert list(fmt.read_pairs(tmp_path / "saved", **languages).pairs()) == PAIRS
-
-
-@pytest.mark.parametrize("joint", [True, False])
-def test_fields_of_vocabularies_make_a_valid_model(joint):
-    tokenizers = fmt.train_tokenizers(PAIRS, size=330, joint=joint)
-    config = fmt.TransformerConfig(**SMALL, **tokenizers.fields)
-    assert config.source_vocab_size == tokenizers.source.vocab_size <= 330
-    assert config.target_vocab_size == tokenizers.target.vocab_size <= 330
-    assert config.eos_id == tokenizers.target.eos_id
-    assert config.shares_source_and_target == joint
 
 
 @pytest.mark.parametrize(
@@ -162,24 +137,6 @@ def test_rows_are_sharded_over_the_devices(tokenizers, model):
     message = r"the 6 rows of a batch .* among 4 devices: make rows .* a multiple of the devices"
     with pytest.raises(UserError, match=message):
         first_batches(odd, 1, devices=4)
-
-
-def test_tokens_in_a_cache_are_used_again(tmp_path, tokenizers, model):
-    for _ in range(2):
-        fmt.packed(PAIRS, tokenizers, model, rows=4, length=64, cache=tmp_path)
-        stores = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.tokens")}
-    fmt.packed(PAIRS, tokenizers, model, rows=4, length=48, cache=tmp_path)
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.tokens")} == stores
-    assert stores
-
-
-def test_rows_of_one_pair_keep_their_order(tokenizers, model):
-    batch = padded(PAIRS[:3], tokenizers, model, length=(12, 40))
-    assert batch.encoder_input_tokens.shape == (3, 12)
-    assert batch.decoder_target_tokens.shape == (3, 40)
-    assert batch.encoder_segment_ids.max() == 1
-    targets = tokenizers.target.decode(batch.decoder_target_tokens.tolist())
-    assert targets == [target for _, target in PAIRS[:3]]
 
 
 def test_wrong_arguments_are_named(tokenizers, model, tmp_path):

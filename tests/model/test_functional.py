@@ -61,17 +61,6 @@ class _Fmt:
     residual_norm = staticmethod(functional.residual_norm)
 
 
-@pytest.mark.slow
-def test_a_key_drops_values():
-    params = params_of(CONFIG)
-    apply = jax.jit(functional.apply, static_argnums=0)
-    plain = apply(CONFIG, params, BATCH)
-    dropped = [apply(CONFIG, params, BATCH, jax.random.key(seed)) for seed in (0, 0, 1)]
-    chex.assert_trees_all_equal(dropped[0], dropped[1])
-    assert not np.allclose(dropped[0], dropped[2])
-    assert not np.allclose(dropped[0], plain)
-
-
 def test_a_language_model_needs_no_source():
     config = dataclasses.replace(CONFIG, has_inputs=False, num_encoder_layers=0)
     batch = {"decoder_input_tokens": TOKENS}
@@ -136,31 +125,6 @@ def test_attention_is_its_equation(backend, causal, monkeypatch):
     monkeypatch.undo()
     derived = gradients_of(*arrays)
     chex.assert_trees_all_close(gradients, derived, atol=2e-4)
-
-
-@pytest.mark.slow
-def test_attention_without_segments_sees_all_keys():
-    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 5, 2, 8))
-    expected = jax.nn.dot_product_attention(q, k, v)
-    chex.assert_trees_all_close(functional.fused_attention(q, k, v), expected, atol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("gpu_kernels_by_einsum")
-@pytest.mark.parametrize("fuses", [False, True])
-def test_residual_norm_is_its_equation(fuses, monkeypatch):
-    monkeypatch.setattr(functional, "gpu_refusal", lambda *_: "" if fuses else "no GPU")
-    x, residual = jax.random.normal(jax.random.key(0), (2, 2, 8, 128))
-    scale, bias = jax.random.normal(jax.random.key(1), (2, 128))
-    total = np.asarray(x + residual, np.float64)
-    centered = total - total.mean(-1, keepdims=True)
-    expected = centered / np.sqrt((centered**2).mean(-1, keepdims=True) + 1e-5)
-    found = functional.residual_norm(x, residual, scale, bias, epsilon=1e-5)
-    np.testing.assert_allclose(found, expected * scale + bias, atol=2e-5)
-    found = functional.residual_norm(x, residual, scale, epsilon=1e-5)
-    np.testing.assert_allclose(found, expected * scale, atol=2e-5)
-    half = functional.residual_norm(*(a.astype(jnp.bfloat16) for a in (x, residual)), scale, bias)
-    assert half.dtype == jnp.bfloat16
 
 
 def test_the_tests_check_annotated_shapes():

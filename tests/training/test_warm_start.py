@@ -191,27 +191,6 @@ def test_with_its_moments_a_run_goes_on_as_if_it_had_not_ended(
     chex.assert_trees_all_equal(*jax.device_get((further.params, again.params)))
 
 
-@pytest.mark.slow
-def test_moments_that_do_not_fit_are_named_and_begin_anew(setup, tmp_path):
-    there = setup.of(bigram=True, freeze=("Embed",))
-    folder = write_run(tmp_path / "run", there, after_steps(there, 2))
-    moments = WarmStart(folder).moments()
-    here = setup.of(bigram=True, optimizer={"kind": "adamw", "clip_norm": 1.0})
-    opt_state, differing = with_moments(here.created_state().opt_state, moments)
-    assert differing == [
-        f"{name}/Embed_0/embedding (none there, [20, 8] here)" for name in ("mu", "nu")
-    ]
-    leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(opt_state))
-    for path, leaf in leaves:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        assert np.any(leaf) == ("Embed" not in name and not name.startswith("1/2/"))
-    other = setup.of(bigram=True, optimizer={"kind": "adafactor"})
-    fresh = other.created_state().opt_state
-    opt_state, differing = with_moments(fresh, moments)
-    chex.assert_trees_all_equal(opt_state, fresh)
-    assert any(text.endswith("(none there, [] here)") for text in differing)
-
-
 def test_moments_are_asked_of_runs_that_have_them(setup, tmp_path):
     with pytest.raises(UserError, match=r"train\.init_optimizer=True needs train\.init_from"):
         TrainConfig(init_optimizer=True)
