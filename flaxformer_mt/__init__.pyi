@@ -2,6 +2,7 @@
 
 from .config import ExperimentConfig as ExperimentConfig
 from .config import TransformerConfig as TransformerConfig
+from .data.library import evaluation_batches as evaluation_batches
 from .data.library import packed as packed
 from .data.library import padded as padded
 from .data.library import read_pairs as read_pairs
@@ -32,6 +33,7 @@ from .objectives.guided_alignment import guided_alignment as guided_alignment
 from .objectives.r_drop import RDrop as RDrop
 from .run_reader import Run as Run
 from .runs.checkpoint import Checkpoints as Checkpoints
+from .training.devices import compile_eval as compile_eval
 from .training.devices import compile_step as compile_step
 from .training.devices import create as create
 from .training.devices import make_mesh as make_mesh

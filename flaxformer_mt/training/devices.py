@@ -11,9 +11,10 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 from jax import Array, lax
@@ -21,7 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from flaxformer_mt.config import ParallelConfig
 from flaxformer_mt.data.stream.batches import Batch
-from flaxformer_mt.data.stream.placement import place_batch, row_sharding
+from flaxformer_mt.data.stream.placement import place_batch, row_sharding, row_shards
 from flaxformer_mt.errors import UserError, prefixed
 from flaxformer_mt.runs import buffers
 from flaxformer_mt.runs.identity import compare_step
@@ -166,7 +167,8 @@ class CompiledStep:
             self._require_own_buffers(state, batch)
         result = self._for(state)(state, batch, *self._frozen)
         jax.block_until_ready(self._running)
-        self._running = result[1] if isinstance(result, tuple) else result
+        # The next step deletes the state, and the rest of the result is there as late.
+        self._running = result[1] if self._donates else result
         if self._is_compiling:
             self._is_compiling = False
             self.on_compile(False)
@@ -268,16 +270,68 @@ def compile_step(
 
     def transform(step: Callable, state: Any) -> Any:
         of_state = shardings(state, mesh, rules)
-        return jax.jit(
-            _with_rules(update, step, mesh),
-            in_shardings=(of_state, row_sharding(mesh), *shardings(arguments, mesh, rules)),
-            out_shardings=(of_state, everywhere),
-            donate_argnums=0,
-        )
+        of_arguments = shardings(arguments, mesh, rules)
+        options = {"out_shardings": (of_state, everywhere), "donate_argnums": 0}
+        return _jitted(update, step, mesh, (of_state, row_sharding(mesh), *of_arguments), **options)
 
     # A checkpoint that was restored knows the optimizer with which it was begun.
     before_first = functools.partial(compare_step, update)
     return CompiledStep(step, transform, max_shapes, arguments, True, before_first)
+
+
+def compile_eval(
+    function: Callable[[Any, Any], Any],
+    mesh: Mesh,
+    *,
+    results: Literal["replicated", "rows", "rules"] = "replicated",
+    rules: Rules = (),
+    max_shapes: int = 0,
+) -> CompiledStep:
+    """Compiles a function of parameters and a batch for the devices of a mesh.
+
+        def evaluate(params, batch):
+            return fmt.cross_entropy(config, params, batch)
+
+        evaluate = fmt.compile_eval(evaluate, mesh)
+        sums = evaluate(state["params"], batch)
+
+    As `compile_step`, but nothing is donated, no step is counted, and there is no key.
+
+    Args:
+      function: a pure function (tree, batch) -> anything. The tree may be parameters, a tuple of
+        several models, or a whole state.
+      mesh: the devices, from `make_mesh`.
+      results: how the results are sharded. "replicated": each device has them whole. "rows": arrays
+        whose first axis can be shared out like the rows of a batch [B, ...] are, such as logits or
+        embeddings of sentences; others are replicated. "rules": by the rules for parameters, such
+        as gradients.
+      rules: sharding rules that take precedence over the built-in ones.
+      max_shapes: the number of batch shapes that are allowed, each of which is a compilation; 0 =
+        any.
+
+    Returns:
+      The function, called with a sharded tree and a placed batch.
+    """
+    if results not in ("replicated", "rows", "rules"):
+        raise UserError(f'results={results!r}: choose "replicated", "rows" or "rules"')
+    everywhere, of_rows = NamedSharding(mesh, PartitionSpec()), row_sharding(mesh)
+
+    def sharding(leaf: Any) -> NamedSharding:
+        is_of_rows = results == "rows" and leaf.ndim and len(leaf) % row_shards(mesh) == 0
+        return of_rows if is_of_rows else everywhere
+
+    def step(tree: Any, batch: Any) -> Any:
+        found = jax.tree.map(jnp.asarray, function(tree, batch))
+        by_rules = results == "rules"
+        wanted = shardings(found, mesh, rules) if by_rules else jax.tree.map(sharding, found)
+        return lax.with_sharding_constraint(found, wanted)
+
+    def transform(step: Callable, tree: Any) -> Any:
+        of_tree = shardings(tree, mesh, rules)
+        options = {"out_shardings": everywhere} if results == "replicated" else {}
+        return _jitted(function, step, mesh, (of_tree, row_sharding(mesh)), **options)
+
+    return CompiledStep(step, transform, max_shapes)
 
 
 def step_key(state: Any, seed: int) -> Array:
@@ -297,8 +351,8 @@ def _placed(tree: Any, mesh: Mesh, rules: Rules) -> Any:
     return tree if given == wanted else place(tree, mesh, rules)
 
 
-def _with_rules(given: Callable, step: Callable, mesh: Mesh) -> Callable:
-    """Returns the step, traced under the name of the given function with the mesh and the rules."""
+def _jitted(given: Callable, step: Callable, mesh: Mesh, in_shardings: Any, **options: Any) -> Any:
+    """Jits a step, traced under the name of the given function with the mesh and the rules."""
 
     def with_rules(*arguments: Any) -> Any:
         with (
@@ -309,7 +363,7 @@ def _with_rules(given: Callable, step: Callable, mesh: Mesh) -> Callable:
 
     given = getattr(given, "func", given)  # Of functools.partial.
     with_rules.__name__ = getattr(given, "__name__", "step")
-    return with_rules
+    return jax.jit(with_rules, in_shardings=in_shardings, **options)
 
 
 def _check_new_state(old: Any, new: Any) -> None:
@@ -398,15 +452,7 @@ class RunDevices:
         """Compiles evaluate(params, batch) -> metrics."""
         if self.by_pmap:
             return CompiledStep(evaluate, self._pmap, max_shapes)
-
-        def transform(step: Callable, params: Any) -> Any:
-            return jax.jit(
-                _with_rules(evaluate, step, self.mesh),
-                in_shardings=(shardings(params, self.mesh, self.rules), row_sharding(self.mesh)),
-                out_shardings=NamedSharding(self.mesh, PartitionSpec()),
-            )
-
-        return CompiledStep(evaluate, transform, max_shapes)
+        return compile_eval(evaluate, self.mesh, rules=self.rules, max_shapes=max_shapes)
 
     def _pmap(self, step: Callable, state: Any, **options: Any) -> Any:
         # All devices compute the same update, so that the state has no device axis (None).

@@ -8,7 +8,7 @@ from flaxformer_mt.data.stream import batches as batches_module
 from flaxformer_mt.data.stream.batches import (
     BatchShape,
     Shard,
-    evaluation_batches,
+    whole_batches,
     make_batch,
     packed_shape,
 )
@@ -59,7 +59,7 @@ def test_shards_are_parts_of_the_batch():
 def test_evaluation_batches_contain_every_pair_once_in_one_shape():
     random = np.random.default_rng(0)
     corpus = pairs_of_lengths(random.integers(2, 10, (50, 2)))
-    batches = evaluation_batches(corpus, CONFIG)
+    batches = whole_batches(corpus, CONFIG)
     assert sorted(pair for batch in batches for pair in pairs_in(batch)) == all_pairs(corpus)
     assert {shape_of(batch) for batch in batches} == {packed_shape(CONFIG)}
 
@@ -67,7 +67,7 @@ def test_evaluation_batches_contain_every_pair_once_in_one_shape():
 def test_evaluation_batches_are_no_larger_than_microbatches():
     train = dataclasses.replace(CONFIG.train, accumulation_steps=2)
     corpus = encoded([[5, 5, 5, 2]] * 10, [[6, 6, 6, 6, 2]] * 10)
-    batches = evaluation_batches(corpus, dataclasses.replace(CONFIG, train=train))
+    batches = whole_batches(corpus, dataclasses.replace(CONFIG, train=train))
     assert {shape_of(batch).rows for batch in batches} == {packed_shape(CONFIG).rows // 2}
     assert sorted(pair for batch in batches for pair in pairs_in(batch)) == all_pairs(corpus)
 
@@ -77,7 +77,7 @@ def test_evaluation_batches_of_large_vocabularies_have_fewer_rows(monkeypatch, r
     model = dataclasses.replace(CONFIG.model, source_vocab_size=100, target_vocab_size=100)
     corpus = encoded([[5, 5, 5, 2]] * 10, [[6, 6, 6, 6, 2]] * 10)
     monkeypatch.setattr(batches_module, "MAX_LOGITS", 2 * packed_shape(CONFIG).target_length * 100)
-    batches = evaluation_batches(corpus, dataclasses.replace(CONFIG, model=model), row_shards)
+    batches = whole_batches(corpus, dataclasses.replace(CONFIG, model=model), row_shards)
     assert {shape_of(batch).rows for batch in batches} == {rows}
     assert sorted(pair for batch in batches for pair in pairs_in(batch)) == all_pairs(corpus)
 
@@ -85,7 +85,7 @@ def test_evaluation_batches_of_large_vocabularies_have_fewer_rows(monkeypatch, r
 def test_last_evaluation_batch_is_padded_with_empty_rows():
     # Five rows of two pairs each.
     corpus = encoded([[5, 5, 5, 2]] * 10, [[6, 6, 6, 6, 2]] * 10)
-    batches = evaluation_batches(corpus, CONFIG)
+    batches = whole_batches(corpus, CONFIG)
     assert [batch.decoder_loss_weights.sum(axis=1).tolist() for batch in batches] == [
         [10, 10, 10, 10],
         [10, 0, 0, 0],
@@ -95,7 +95,7 @@ def test_last_evaluation_batch_is_padded_with_empty_rows():
 def test_evaluation_does_not_truncate_long_pairs():
     long = [(13, 4), (4, 11), (16, 16), (17, 5), (100, 5_000)]
     corpus = pairs_of_lengths([(3, 4), *long, (5, 6)])
-    batches = evaluation_batches(corpus, CONFIG)
+    batches = whole_batches(corpus, CONFIG)
     assert sorted(pair for batch in batches for pair in pairs_in(batch)) == all_pairs(corpus)
     # At most as many attention weights as 4 rows of 12 x 10, but at least one row.
     assert [shape_of(batch) for batch in batches] == [
@@ -112,27 +112,27 @@ def test_evaluation_rows_are_no_longer_than_the_learned_positions():
     model = TransformerConfig(position_kind="learned", max_length=20)
     config = dataclasses.replace(CONFIG, model=model)
     corpus = pairs_of_lengths([(3, 4), (17, 5), (20, 20)])
-    batches = evaluation_batches(corpus, config)
+    batches = whole_batches(corpus, config)
     assert sorted(pair for batch in batches for pair in pairs_in(batch)) == all_pairs(corpus)
     assert max(shape_of(batch) for batch in batches[1:]) == BatchShape(1, 20, 20)
     too_long = pairs_of_lengths([(3, 4), (21, 5)])
     with pytest.raises(UserError, match=r"pair 2 has 21 tokens .*model\.max_length=20"):
-        evaluation_batches(too_long, config)
+        whole_batches(too_long, config)
     short = dataclasses.replace(model, max_length=11)
     with pytest.raises(UserError, match=r"rows of 12 source and 10 .*model\.max_length=11: set"):
-        evaluation_batches(corpus, dataclasses.replace(config, model=short))
+        whole_batches(corpus, dataclasses.replace(config, model=short))
 
 
 @pytest.mark.parametrize("row_shards", [1, 2, 4])
 def test_evaluation_batches_can_be_sharded(row_shards):
     config = dataclasses.replace(CONFIG, train=TrainConfig(batch_tokens=160))
     corpus = pairs_of_lengths([(3, 4), (13, 4), (20, 3), (200, 3)])
-    batches = evaluation_batches(corpus, config, row_shards)
+    batches = whole_batches(corpus, config, row_shards)
     assert len(batches) > 1
     for batch in batches:
         assert shape_of(batch).rows % row_shards == 0
     shards = [
-        evaluation_batches(corpus, config, row_shards, Shard(index, row_shards))
+        whole_batches(corpus, config, row_shards, Shard(index, row_shards))
         for index in range(row_shards)
     ]
     for parts, batch in zip(zip(*shards, strict=True), batches, strict=True):
@@ -142,7 +142,7 @@ def test_evaluation_batches_can_be_sharded(row_shards):
 
 def test_language_model_batches_have_no_encoder_side():
     corpus = encoded(None, [[15, 16, 2], [17, 2], [18] * 20 + [2]])
-    batches = evaluation_batches(corpus, CONFIG)
+    batches = whole_batches(corpus, CONFIG)
     assert sum(np.count_nonzero(batch.decoder_target_tokens == 2) for batch in batches) >= 2
     for batch in batches:
         assert batch.encoder_input_tokens is None
@@ -160,5 +160,5 @@ def test_packed_shape_follows_the_configuration():
 
 
 def test_batches_of_long_rows_have_at_least_one_row_per_device():
-    batches = evaluation_batches(pairs_of_lengths([(64, 64)]), CONFIG, row_shards=4)
+    batches = whole_batches(pairs_of_lengths([(64, 64)]), CONFIG, row_shards=4)
     assert [shape_of(batch) for batch in batches] == [BatchShape(4, 64, 64)]
