@@ -36,7 +36,6 @@ from .runs.checkpoint import Checkpoints as Checkpoints
 from .training.devices import compile_eval as compile_eval
 from .training.devices import compile_step as compile_step
 from .training.devices import create as create
-from .training.devices import make_mesh as make_mesh
 from .training.devices import place as place
 from .training.hooks import Hooks as Hooks
 from .training.hooks import StepInfo as StepInfo
@@ -44,4 +43,5 @@ from .training.parameter_roles import is_matrix as is_matrix
 from .training.parameter_roles import per_layer as per_layer
 from .training.parameter_roles import role_mask as role_mask
 from .training.parameter_roles import role_of as role_of
+from .training.sharding import make_mesh as make_mesh
 from .version import __version__ as __version__

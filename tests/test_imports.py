@@ -106,6 +106,7 @@ ALLOWED = {
         "runtime",
         "runs",
         "trained_model",
+        "training.sharding",
     }
     | LEAVES,
     "evaluation": {"config", "decoding"} | LEAVES,

@@ -233,7 +233,11 @@ def evaluation_batches(
 
 
 def _experiment(
-    model: TransformerConfig, rows: int, length: int | tuple[int, int], seed: int = 0, **options: Any
+    model: TransformerConfig,
+    rows: int,
+    length: int | tuple[int, int],
+    seed: int = 0,
+    **options: Any,
 ) -> ExperimentConfig:
     """Returns the configuration of batches of `rows` rows; `options` as of `data`."""
     source, target = (length, length) if isinstance(length, int) else length

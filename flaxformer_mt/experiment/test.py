@@ -140,6 +140,9 @@ class Validation:
         if self._config.parallel.num_devices:
             decode = decoding_on(self._devices.devices, decode)
         translator = Translator(self._config.model, params, self._dataset.tokenizers, decode)
+        leaves = jax.tree.leaves(translator.models[0][1])
+        if not all(leaf.is_fully_addressable for leaf in leaves):  # All compute together.
+            return translator.translate(sources, show_progress=show_progress)
         own = translator.translate(distributed.share_out(sources), show_progress=show_progress)
         return distributed.gather_texts(own)
 

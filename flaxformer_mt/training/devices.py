@@ -28,44 +28,15 @@ from flaxformer_mt.runs import buffers
 from flaxformer_mt.runs.identity import compare_step
 from flaxformer_mt.training.sharding import (
     ACTIVATION_RULES,
-    AXES,
     ShardingRule,
     leaves_by_path,
+    make_mesh,
     parse_rules,
     shardings,
 )
 
 Tree = TypeVar("Tree")
 Rules: TypeAlias = tuple[ShardingRule, ...]
-
-
-def make_mesh(
-    *, fsdp: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None
-) -> Mesh:
-    """Arranges devices in a mesh with the axes data, fsdp and tensor.
-
-        mesh = fmt.make_mesh(fsdp=2)  # Of 8 devices: 4 x 2 x 1.
-
-    The rows of a batch are sharded over data and fsdp; parameters and optimizer state over fsdp
-    (gathered where they are used) and tensor (computed with in parts). `devices` are by default
-    all devices of all processes; those that fsdp * tensor leave are data.
-
-    Raises:
-      UserError: fsdp * tensor does not divide the number of devices.
-    """
-    devices = jax.devices() if devices is None else devices
-    if fsdp < 1 or tensor < 1 or len(devices) % (fsdp * tensor):
-        raise UserError(
-            f"{len(devices)} devices are not a multiple of fsdp={fsdp} times tensor={tensor}"
-        )
-    # The devices of a process are neighbors.
-    ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
-    return Mesh(
-        np.array(ordered).reshape(-1, fsdp, tensor),
-        AXES,
-        # jax.make_mesh makes them explicit, which embedding lookups do not support.
-        axis_types=(AxisType.Auto,) * len(AXES),
-    )
 
 
 def seed_key(seed: int) -> Array:

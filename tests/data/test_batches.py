@@ -8,9 +8,9 @@ from flaxformer_mt.data.stream import batches as batches_module
 from flaxformer_mt.data.stream.batches import (
     BatchShape,
     Shard,
-    whole_batches,
     make_batch,
     packed_shape,
+    whole_batches,
 )
 from flaxformer_mt.data.stream.packing import Sentences, TokenPairs
 from flaxformer_mt.errors import UserError
