@@ -11,6 +11,7 @@ from .data.stream.batches import Batch as Batch
 from .decoding.training_samples import sample as sample
 from .decoding.translator import Translator as Translator
 from .decoding.translator import translate as translate
+from .distributed import initialize as initialize
 from .errors import UserError as UserError
 from .experiment import train as train
 from .loading import Model as Model
@@ -33,6 +34,7 @@ from .objectives.guided_alignment import guided_alignment as guided_alignment
 from .objectives.r_drop import RDrop as RDrop
 from .run_reader import Run as Run
 from .runs.checkpoint import Checkpoints as Checkpoints
+from .training.devices import abstract as abstract
 from .training.devices import compile_eval as compile_eval
 from .training.devices import compile_step as compile_step
 from .training.devices import create as create
@@ -43,5 +45,7 @@ from .training.parameter_roles import is_matrix as is_matrix
 from .training.parameter_roles import per_layer as per_layer
 from .training.parameter_roles import role_mask as role_mask
 from .training.parameter_roles import role_of as role_of
+from .training.sharding import ShardingRule as ShardingRule
 from .training.sharding import make_mesh as make_mesh
+from .training.step import accumulate as accumulate
 from .version import __version__ as __version__

@@ -268,10 +268,10 @@ def padded(
     source_length, target_length = (length, length) if isinstance(length, int) else length
     texts = ParallelCorpus([source for source, _ in pairs], [target for _, target in pairs], "")
     encoded = encode_corpus(texts, tokenizers, config)
-    assert encoded.sources is not None
+    sources = encoded.sources
     batch = make_batch(
         TokenPairs(
-            encoded.sources.truncate(source_length, config.eos_id),
+            None if sources is None else sources.truncate(source_length, config.eos_id),
             encoded.targets.truncate(target_length, config.eos_id),
         ),
         [[number] for number in range(len(pairs))],

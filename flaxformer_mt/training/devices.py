@@ -28,15 +28,17 @@ from flaxformer_mt.runs import buffers
 from flaxformer_mt.runs.identity import compare_step
 from flaxformer_mt.training.sharding import (
     ACTIVATION_RULES,
-    ShardingRule,
+    Rules,
+    as_rules,
+    check_rules,
     leaves_by_path,
     make_mesh,
-    parse_rules,
     shardings,
 )
 
 Tree = TypeVar("Tree")
-Rules: TypeAlias = tuple[ShardingRule, ...]
+Activations: TypeAlias = Sequence[tuple[str, str | tuple[str, ...]]]
+"""From names of axes that the model gives activations ("length") to axes of the mesh."""
 
 
 def seed_key(seed: int) -> Array:
@@ -58,13 +60,28 @@ def create(
       mesh: the devices.
       seed: of the key, at most 63 bits.
       rules: sharding rules that take precedence over the built-in ones.
+
+    Raises:
+      UserError: a rule has an axis that the mesh does not have, or matches no array.
     """
-    out_shardings = shardings(jax.eval_shape(make_state, seed_key(seed)), mesh, rules)
-    return jax.jit(make_state, out_shardings=out_shardings)(seed_key(seed))
+    wanted = jax.tree.map(lambda leaf: leaf.sharding, abstract(make_state, mesh, rules))
+    return jax.jit(make_state, out_shardings=wanted)(seed_key(seed))
 
 
-def abstract(tree: Tree, mesh: Mesh, rules: Rules = ()) -> Tree:
-    """Returns the shapes, dtypes and shardings of a tree of arrays, or of their shapes."""
+def abstract(state: Callable[[Array], Tree] | Tree, mesh: Mesh, rules: Rules = ()) -> Tree:
+    """Returns the shapes, dtypes and shardings of a state, to restore it without creating it.
+
+        if checkpoints.latest_step() is not None:
+            like = fmt.abstract(create, mesh)
+            state, position = checkpoints.restore_or(like, data.start)
+
+    Args:
+      state: the function that `create` would call, a tree of arrays, or a tree of shapes.
+      mesh: the devices.
+      rules: as of `create`.
+    """
+    tree: Any = jax.eval_shape(state, seed_key(0)) if callable(state) else state
+    check_rules(tree, mesh.shape, rules)
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         tree,
@@ -80,7 +97,11 @@ def place(tree: Tree, mesh: Mesh, rules: Rules = ()) -> Tree:
       mesh: the devices.
       rules: as of `create`.
     """
+    check_rules(tree, mesh.shape, rules)
+    return _copied(tree, mesh, rules)
 
+
+def _copied(tree: Tree, mesh: Mesh, rules: Rules) -> Tree:
     def copy(leaf: Any, sharding: NamedSharding) -> jax.Array:
         whole = np.asarray(leaf)
         # A copy, because a step donates its argument, which would delete the caller's array.
@@ -196,6 +217,7 @@ def compile_step(
     seed: int = 0,
     frozen: Any = None,
     rules: Rules = (),
+    activations: Activations = (),
     max_shapes: int = 0,
 ) -> CompiledStep:
     """Compiles a training step for the devices of a mesh.
@@ -219,6 +241,8 @@ def compile_step(
       frozen: a tree that no step changes, such as the parameters of a teacher or of a reference
         model: sharded once, not donated.
       rules: sharding rules that take precedence over the built-in ones.
+      activations: how what the model computes is sharded, by the names of axes of
+        `model/logical_axes.py`: ("length", "sequence") shards positions over an axis of your own.
       max_shapes: the number of batch shapes that are allowed, each of which is a compilation; 0 =
         any.
 
@@ -227,7 +251,7 @@ def compile_step(
 
     Raises:
       UserError: at the first call: the state has no number of the step, the new state is of another
-        kind than the old one, or an array of the state is in memory that has a second name, in the
+        kind than the old one, a rule matches no array of state and `frozen`, or an array of the state is in memory that has a second name, in the
         state, in the batch or in `frozen`; or a restored checkpoint was begun with another
         optimizer than the one that `update` uses.
     """
@@ -240,10 +264,11 @@ def compile_step(
         return new_state, results
 
     def transform(step: Callable, state: Any) -> Any:
-        of_state = shardings(state, mesh, rules)
-        of_arguments = shardings(arguments, mesh, rules)
+        check_rules(state, mesh.shape, rules, *arguments)
+        of_state, *of_arguments = shardings((state, *arguments), mesh, rules)
         options = {"out_shardings": (of_state, everywhere), "donate_argnums": 0}
-        return _jitted(update, step, mesh, (of_state, row_sharding(mesh), *of_arguments), **options)
+        places = (of_state, row_sharding(mesh), *of_arguments)
+        return _jitted(update, step, mesh, places, activations, **options)
 
     # A checkpoint that was restored knows the optimizer with which it was begun.
     before_first = functools.partial(compare_step, update)
@@ -256,6 +281,7 @@ def compile_eval(
     *,
     results: Literal["replicated", "rows", "rules"] = "replicated",
     rules: Rules = (),
+    activations: Activations = (),
     max_shapes: int = 0,
 ) -> CompiledStep:
     """Compiles a function of parameters and a batch for the devices of a mesh.
@@ -276,9 +302,9 @@ def compile_eval(
         whose first axis can be shared out like the rows of a batch [B, ...] are, such as logits or
         embeddings of sentences; others are replicated. "rules": by the rules for parameters, such
         as gradients.
-      rules: sharding rules that take precedence over the built-in ones.
-      max_shapes: the number of batch shapes that are allowed, each of which is a compilation; 0 =
-        any.
+      rules: as of `compile_step`, like `activations` and `max_shapes`.
+      activations: as above.
+      max_shapes: as above.
 
     Returns:
       The function, called with a sharded tree and a placed batch.
@@ -298,9 +324,10 @@ def compile_eval(
         return lax.with_sharding_constraint(found, wanted)
 
     def transform(step: Callable, tree: Any) -> Any:
-        of_tree = shardings(tree, mesh, rules)
+        check_rules(tree, mesh.shape, rules)
+        places = (shardings(tree, mesh, rules), row_sharding(mesh))
         options = {"out_shardings": everywhere} if results == "replicated" else {}
-        return _jitted(function, step, mesh, (of_tree, row_sharding(mesh)), **options)
+        return _jitted(function, step, mesh, places, activations, **options)
 
     return CompiledStep(step, transform, max_shapes)
 
@@ -319,16 +346,25 @@ def step_key(state: Any, seed: int) -> Array:
 def _placed(tree: Any, mesh: Mesh, rules: Rules) -> Any:
     wanted = jax.tree.leaves(shardings(tree, mesh, rules))
     given = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree)]
-    return tree if given == wanted else place(tree, mesh, rules)
+    return tree if given == wanted else _copied(tree, mesh, rules)
 
 
-def _jitted(given: Callable, step: Callable, mesh: Mesh, in_shardings: Any, **options: Any) -> Any:
+def _jitted(
+    given: Callable,
+    step: Callable,
+    mesh: Mesh,
+    in_shardings: Any,
+    activations: Activations,
+    **options: Any,
+) -> Any:
     """Jits a step, traced under the name of the given function with the mesh and the rules."""
+    as_rules([(name, (axes,)) for name, axes in activations], mesh.axis_names)
+    rules = {**dict(ACTIVATION_RULES), **dict(activations)}
 
     def with_rules(*arguments: Any) -> Any:
         with (
             jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
-            nn.logical_axis_rules(ACTIVATION_RULES),
+            nn.logical_axis_rules(tuple(rules.items())),
         ):
             return step(*arguments)
 
@@ -352,6 +388,9 @@ def _check_new_state(old: Any, new: Any) -> None:
             )
 
 
+RULES_OPTION = "parallel.sharding_rules: "
+
+
 @dataclasses.dataclass(frozen=True)
 class RunDevices:
     """The mesh and the rules of a run, and what its strategy places and compiles.
@@ -371,7 +410,8 @@ class RunDevices:
             # As pmap's own mesh: it would retrace for arrays of another one.
             return cls(Mesh(np.array(given), ("data",), axis_types=(AxisType.Auto,)), by_pmap=True)
         mesh = make_mesh(fsdp=config.fsdp, tensor=config.tensor, devices=given)
-        return cls(mesh, parse_rules(config.sharding_rules))
+        with prefixed(RULES_OPTION):
+            return cls(mesh, as_rules(config.sharding_rules, mesh.axis_names))
 
     @property
     def devices(self) -> list[jax.Device]:
