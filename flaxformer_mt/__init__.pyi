@@ -13,6 +13,7 @@ from .config.train import ParallelConfig as ParallelConfig
 from .config.train import TrainConfig as TrainConfig
 from .data.corpora.corpus import Corpus as Corpus
 from .data.corpora.corpus import ParallelCorpus as ParallelCorpus
+from .data.library import evaluation_batches as evaluation_batches
 from .data.library import packed as packed
 from .data.library import padded as padded
 from .data.library import read_pairs as read_pairs
@@ -29,6 +30,7 @@ from .decoding.training_samples import Samples as Samples
 from .decoding.training_samples import sample as sample
 from .decoding.translator import Translator as Translator
 from .decoding.translator import translate as translate
+from .distributed import initialize as initialize
 from .errors import UserError as UserError
 from .experiment import train as train
 from .interruption import Interruption as Interruption
@@ -68,9 +70,10 @@ from .run_reader import Run as Run
 from .runs.checkpoint import Checkpoints as Checkpoints
 from .trained_model import TrainedModel as TrainedModel
 from .training.devices import CompiledStep as CompiledStep
+from .training.devices import abstract as abstract
+from .training.devices import compile_eval as compile_eval
 from .training.devices import compile_step as compile_step
 from .training.devices import create as create
-from .training.devices import make_mesh as make_mesh
 from .training.devices import place as place
 from .training.hooks import Hooks as Hooks
 from .training.hooks import StepInfo as StepInfo
@@ -82,5 +85,7 @@ from .training.reporting.console import Sample as Sample
 from .training.reporting.metrics import Writer as Writer
 from .training.reporting.trackers import Tracker as Tracker
 from .training.sharding import ShardingRule as ShardingRule
+from .training.sharding import make_mesh as make_mesh
 from .training.state import TrainState as TrainState
+from .training.step import accumulate as accumulate
 from .version import __version__ as __version__

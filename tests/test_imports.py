@@ -107,6 +107,7 @@ ALLOWED = {
         "runtime",
         "runs",
         "trained_model",
+        "training.sharding",
     }
     | LEAVES,
     "evaluation": {"config", "decoding"} | LEAVES,

@@ -114,8 +114,13 @@ class DecodeConfig(Checked):
     """Source tokens decoded together with a beam of 4, padding included (more with a smaller beam);
     0 = 1024 on CPUs, 16384 on GPUs and TPUs."""
     num_devices: int = option(0, FieldRole.RUNNING, lowest=0)
-    """Number of devices of this process that translate, each with a copy of the parameters; 0 =
-    all GPUs or TPUs, but one CPU, whose cores work together anyway."""
+    """Number of devices of this process that translate; 0 = all GPUs or TPUs, but one CPU, whose
+    cores work together anyway."""
+    devices_per_model: int = option(0, FieldRole.RUNNING, lowest=0)
+    """Number of devices that hold a copy of the parameters together, each a part of every matrix,
+    for a model that one device cannot hold; decoding waits for the others in every layer. 0 = one,
+    if the parameters leave half of its memory; otherwise the devices over which they are sharded
+    already, or all."""
 
     _prefix = "decode."
     _relations = relations.DECODE
@@ -174,3 +179,4 @@ class DecodeOptions(TypedDict, total=False):
     max_source_length: int | None
     batch_tokens: int | None
     num_devices: int | None
+    devices_per_model: int | None

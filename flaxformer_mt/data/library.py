@@ -23,13 +23,19 @@ from flaxformer_mt.config import (
 )
 from flaxformer_mt.config.data import CorpusKind, PackingOptions, Quoting, VocabularyOptions
 from flaxformer_mt.config.fields import FieldRole, names_with, suggestion
-from flaxformer_mt.data.corpora.corpus import Corpus, ParallelCorpus, open_path, with_alignments
-from flaxformer_mt.data.stream.batches import Batch, BatchShape, make_batch
+from flaxformer_mt.data.corpora.corpus import (
+    Corpus,
+    ParallelCorpus,
+    open_path,
+    read_corpus,
+    with_alignments,
+)
+from flaxformer_mt.data.stream.batches import Batch, BatchShape, make_batch, whole_batches
 from flaxformer_mt.data.stream.blocks import Curriculum
 from flaxformer_mt.data.stream.encoded_corpus import encode_corpus
 from flaxformer_mt.data.stream.mixture import TOO_LONG
 from flaxformer_mt.data.stream.packing import TokenPairs
-from flaxformer_mt.data.stream.placement import place_batch
+from flaxformer_mt.data.stream.placement import own_shard, place_batch, row_shards
 from flaxformer_mt.data.stream.token_store import open_stores
 from flaxformer_mt.data.stream.training_stream import TrainingStream
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
@@ -181,17 +187,12 @@ def packed(
       UserError: the text cannot be read, or no pair fits into a row.
     """
     _require_known(options, PackingOptions)
-    source_length, target_length = (length, length) if isinstance(length, int) else length
     if curriculum is not None and options.get("workers"):
         raise UserError("a curriculum is a function of your program: leave workers out")
     # Workers would need the temporary files in memory, or your program.
     if cache is None or curriculum is not None:
         options.setdefault("workers", 0)
-    data = DataConfig(source_row_length=source_length, target_row_length=target_length, **options)
-    _, longest = data.row_lengths
-    experiment = ExperimentConfig(
-        model=config, data=data, train=TrainConfig(seed=seed, batch_tokens=rows * longest)
-    )
+    experiment = _experiment(config, rows, length, seed, **options)
     with contextlib.ExitStack() as stack:
         if cache is None:
             # A mapped file can be read after its name is removed, and does not outlive the process.
@@ -207,7 +208,7 @@ def packed(
         if corpus.report.is_changed:
             advice = ""
             if TOO_LONG in corpus.report.dropped or corpus.report.truncated:
-                advice = f"; raise length={(source_length, target_length)}"
+                advice = f"; raise length={stream.config.data.row_lengths}"
             if TOO_LONG in corpus.report.dropped:
                 advice += ', or give long_sentences="truncate"'
             _log.warning("%s: %s%s", corpus.name, corpus.report.changes(), advice)
@@ -242,6 +243,56 @@ def _identity(
     }
 
 
+def evaluation_batches(
+    pairs: Pairs | Sequence[Corpus],
+    tokenizers: Tokenizers,
+    config: TransformerConfig,
+    mesh: Mesh,
+    *,
+    rows: int,
+    length: int | tuple[int, int],
+) -> list[Batch]:
+    """Makes batches with every pair exactly once and whole, as training runs validate with.
+
+        batches = fmt.evaluation_batches(valid, tokenizers, config, mesh, rows=256, length=64)
+        sums = [evaluate(params, batch) for batch in batches]
+
+    Pairs that fit are packed. A longer pair gets a row of its own, whose length is the next power
+    of two. There are as few shapes as possible, and empty rows fill the last batch of each.
+
+    Args:
+      pairs: one corpus or several.
+      tokenizers: the vocabularies.
+      config: of the model, for its special tokens and the longest sentence.
+      mesh: where the rows are placed; each of several processes calls this, and places its part.
+      rows: the most rows of a batch, of all devices together. There are fewer if the logits would
+        take more than half a GiB on each device.
+      length: S and T, the tokens of a row; one number for both.
+
+    Raises:
+      UserError: the text cannot be read, a pair is longer than the model's learned positions, or
+        the devices cannot share out the rows.
+    """
+    encoded = encode_corpus(read_corpus(_corpora(pairs)), tokenizers, config)
+    experiment = _experiment(tokenizers.with_sizes(config), rows, length)
+    found = whole_batches(encoded, experiment, row_shards(mesh), own_shard(mesh))
+    return [place_batch(batch, mesh) for batch in found]
+
+
+def _experiment(
+    model: TransformerConfig,
+    rows: int,
+    length: int | tuple[int, int],
+    seed: int = 0,
+    **options: Unpack[PackingOptions],
+) -> ExperimentConfig:
+    """Returns the configuration of batches of `rows` rows; `options` as of `data`."""
+    source, target = (length, length) if isinstance(length, int) else length
+    data = DataConfig(source_row_length=source, target_row_length=target, **options)
+    train = TrainConfig(seed=seed, batch_tokens=rows * data.row_lengths[1])
+    return ExperimentConfig(model=model, data=data, train=train)
+
+
 def padded(
     pairs: Sequence[tuple[str, str]],
     tokenizers: Tokenizers,
@@ -265,7 +316,6 @@ def padded(
     source_length, target_length = (length, length) if isinstance(length, int) else length
     texts = ParallelCorpus([source for source, _ in pairs], [target for _, target in pairs], "")
     encoded = encode_corpus(texts, tokenizers, config)
-    assert encoded.sources is not None
     limits = source_length, target_length
     too_long = [sides > limit for sides, limit in zip(encoded.lengths, limits, strict=True)]
     if np.any(too_long):
@@ -275,9 +325,10 @@ def padded(
             f"{len(pairs):,}",
             limits,
         )
+    sources = encoded.sources
     batch = make_batch(
         TokenPairs(
-            encoded.sources.truncate(source_length, config.eos_id),
+            None if sources is None else sources.truncate(source_length, config.eos_id),
             encoded.targets.truncate(target_length, config.eos_id),
         ),
         [[number] for number in range(len(pairs))],

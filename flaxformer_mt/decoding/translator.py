@@ -15,7 +15,7 @@ from flaxformer_mt.config.decode import DecodeOptions
 from flaxformer_mt.config.fields import suggestion
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers, split_language
 from flaxformer_mt.decoding.batching.workers import batch_tokens, decoding_devices
-from flaxformer_mt.decoding.parameters import prepared_model
+from flaxformer_mt.decoding.parameters import prepared_models
 from flaxformer_mt.decoding.scoring.alignment import AlignmentUnit
 from flaxformer_mt.decoding.sentence_decoder import Hypothesis, Sentence, SentenceDecoder
 from flaxformer_mt.decoding.text_arguments import (
@@ -54,7 +54,8 @@ class Translator:
         Args:
           config: the model.
           params: its parameters, nested dicts of arrays on the host, on one device or on several.
-            Arrays on the first device are not copied: do not donate them while translating.
+            Arrays on the first device are not copied: do not donate them while translating. They
+            are decoded with on one device, or sharded (`decode.devices_per_model`).
           tokenizers: its vocabularies, which also give sizes that are 0 in `config`.
           decode: the search options; None = the defaults of `DecodeConfig`.
           others: configuration and parameters of the other models of an ensemble. Alignments are
@@ -64,11 +65,8 @@ class Translator:
           UserError: a model has no encoder, or `params` are not the parameters of the model.
         """
         # Searches with other options share the models.
-        self.models = [
-            prepared_model(model, parameters, tokenizers)
-            for model, parameters in ((config, params), *others)
-        ]
         self.decode = decode or DecodeConfig()
+        self.models = prepared_models([(config, params), *others], tokenizers, self.decode)
         self.tokenizers = tokenizers
         self._decoders: dict[Any, SentenceDecoder] = {}
         """One per set of options."""
@@ -315,7 +313,9 @@ def translate(
     For translations during training. Another call with the same configuration, search options and
     row lengths compiles nothing, also with other parameters. `Translator`, which has the same
     arguments, keeps parameters between calls, and returns scores, alignments and several
-    translations. Sharded parameters are gathered: if processes share them, all must make the call.
+    translations. Sharded parameters are gathered on one device if they leave half of its memory,
+    and stay sharded otherwise (`devices_per_model`): if processes share them, all must make the
+    call, with the same sentences.
 
     >>> translate(config, params, tokenizers, ["three small dogs"], beam_size=1)
     ['drei kleine Hunde']
@@ -326,7 +326,8 @@ def translate(
         range or does not fit the model, or the constraints of a sentence cannot be met.
     """
     given = list(_checked(sentences))
-    return Translator(config, params, tokenizers).translate(given, beam_size, **options)
+    decode = DecodeConfig(devices_per_model=options.get("devices_per_model") or 0)
+    return Translator(config, params, tokenizers, decode).translate(given, beam_size, **options)
 
 
 def window_characters(decode: DecodeConfig) -> int:

@@ -7,12 +7,13 @@ from rich.console import Console
 
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.data.stream.pair_fields import TEXT
-from flaxformer_mt.errors import UserError
+from flaxformer_mt.errors import UserError, prefixed
 from flaxformer_mt.experiment import checks
 from flaxformer_mt.experiment.fit import Experiment
 from flaxformer_mt.experiment.start import begin, recorded
 from flaxformer_mt.interop.exports import exports, summary
 from flaxformer_mt.runs import atomic
+from flaxformer_mt.training.devices import RULES_OPTION
 from flaxformer_mt.training.memory import abstract_batch, step_cost
 from flaxformer_mt.training.parameters import describe
 from flaxformer_mt.training.reporting.console import make_console, print_labelled
@@ -37,8 +38,9 @@ def report(parts: Experiment) -> Iterator[tuple[str, str]]:
     mesh = parts.devices.mesh
     axes = " x ".join(f"{size} {axis}" for axis, size in mesh.shape.items())
     yield "devices", f"{mesh.size} {parts.devices.devices[0].platform} ({axes})"
-    for line in check_rules(params, mesh.shape, parts.devices.rules):
-        yield "sharding", line
+    with prefixed(RULES_OPTION):
+        uneven = check_rules(params, mesh.shape, parts.devices.rules)
+    yield from (("sharding", line) for line in uneven)
 
 
 def export_obstacles(parts: Experiment) -> Iterator[tuple[str, str]]:

@@ -95,7 +95,11 @@ def test_losses_of_layers_survive_loops_and_recomputation(params):
     jax.tree.map(close, ours, theirs)
 
 
-def test_a_router_is_trained_alike_on_every_mesh(params):
+EXPERTS = [("feed_forward/(wide|narrow)$", ("experts", None, None))]
+
+
+@pytest.mark.parametrize("axes", [{"fsdp": 2, "tensor": 2}, {"experts": 4}], ids=str)
+def test_a_router_is_trained_alike_on_every_mesh(params, axes):
     batch = batch_of()
 
     def update(state, batch, key, frozen):
@@ -104,11 +108,14 @@ def test_a_router_is_trained_alike_on_every_mesh(params):
         return {"params": params, "step": state["step"] + 1}, sums
 
     results = []
-    for mesh in (fmt.make_mesh(devices=jax.devices()[:1]), fmt.make_mesh(fsdp=2, tensor=2)):
-        state = place({"params": params, "step": jnp.int32(0)}, mesh)
-        step = fmt.compile_step(update, mesh, seed=0)
+    for mesh in (fmt.make_mesh(devices=jax.devices()[:1]), fmt.make_mesh(**axes)):
+        rules = EXPERTS if "experts" in mesh.shape else ()
+        state = place({"params": params, "step": jnp.int32(0)}, mesh, rules)
+        step = fmt.compile_step(update, mesh, seed=0, rules=rules)
         state = jax.tree.map(jnp.copy, state)
         state, sums = step(state, jax.tree.map(jnp.asarray, batch))
+        wide = state["params"]["encoder"]["layers"]["feed_forward"]["wide"]
+        assert wide.sharding.shard_shape(wide.shape)[1] == (1 if rules else 4)
         results.append(jax.device_get((state["params"], sums)))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6), *results)
 

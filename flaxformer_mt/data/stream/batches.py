@@ -202,7 +202,7 @@ def packed_shape(config: ExperimentConfig) -> BatchShape:
     return BatchShape(config.rows_per_batch, *lengths)
 
 
-def evaluation_batches(
+def whole_batches(
     corpus: EncodedCorpus,
     config: ExperimentConfig,
     row_shards: int = 1,
