@@ -30,11 +30,11 @@ def search(params, source, k):  # Returns tokens [B, T] and the number of steps 
 
     def step(state):
         found, number, last, done, (cache, small_cache), steps = state
-        given = [last]
+        chosen = [last]
         for i in range(k + 1 if k else 0):  # The last of these only completes the cache.
-            token, small_cache = best(models[1], given[-1], small_cache, number + i)
-            given.append(token)
-        given = jnp.concatenate(given[: k + 1], axis=1)  # [B, k + 1]
+            token, small_cache = best(models[1], chosen[-1], small_cache, number + i)
+            chosen.append(token)
+        given = jnp.concatenate(chosen[: k + 1], axis=1)  # [B, k + 1]
         verified, cache = best(models[0], given, cache, number)
         agreed = jnp.cumprod(given[:, 1:] == verified[:, :-1], axis=1).sum(1, keepdims=True)
         found = jax.vmap(jax.lax.dynamic_update_slice)(found, verified, number[:, None])

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,9 @@ from flaxformer_mt.training.sharding import (
 )
 
 Tree = TypeVar("Tree")
+State = TypeVar("State")
+Output = TypeVar("Output")
+Result = TypeVar("Result")
 Activations: TypeAlias = Sequence[tuple[str, str | tuple[str, ...]]]
 """From names of axes that the model gives activations ("length") to axes of the mesh."""
 
@@ -64,7 +67,8 @@ def create(
     Raises:
       UserError: a rule has an axis that the mesh does not have, or matches no array.
     """
-    wanted = jax.tree.map(lambda leaf: leaf.sharding, abstract(make_state, mesh, rules))
+    shapes = jax.eval_shape(make_state, seed_key(seed))
+    wanted = jax.tree.map(lambda leaf: leaf.sharding, abstract(shapes, mesh, rules))
     return jax.jit(make_state, out_shardings=wanted)(seed_key(seed))
 
 
@@ -109,10 +113,11 @@ def _copied(tree: Tree, mesh: Mesh, rules: Rules) -> Tree:
             whole.shape, sharding, lambda index: np.array(whole[index])
         )
 
-    return buffers.owned(jax.tree.map(copy, tree, shardings(tree, mesh, rules)))
+    wanted = shardings(tree, mesh, rules)
+    return buffers.owned(jax.tree.map(copy, tree, wanted))
 
 
-class CompiledStep:
+class CompiledStep(Generic[State, Result]):
     """A step that is compiled when it is first called, and then for each new shape of its batch.
 
     `step` maps (state, batch) to anything, and `transform` (step, state) to the jitted step, for
@@ -146,7 +151,7 @@ class CompiledStep:
         self._jitted: Any = None
         self._running: Any = None
 
-    def __call__(self, state: Any, batch: Any) -> Any:
+    def __call__(self, state: State, batch: Any) -> Result:
         """Starts the step, and waits for the step before it.
 
         So the devices always have work, and at most two steps are in flight: many would need the
@@ -211,7 +216,7 @@ class CompiledStep:
 
 
 def compile_step(
-    update: Callable[[Any, Any, Array, Any], tuple[Any, Any]],
+    update: Callable[[State, Any, Array, Any], tuple[State, Output]],
     mesh: Mesh,
     *,
     seed: int = 0,
@@ -219,7 +224,7 @@ def compile_step(
     rules: Rules = (),
     activations: Activations = (),
     max_shapes: int = 0,
-) -> CompiledStep:
+) -> CompiledStep[State, tuple[State, Output]]:
     """Compiles a training step for the devices of a mesh.
 
         def update(state, batch, key, frozen):
@@ -251,9 +256,9 @@ def compile_step(
 
     Raises:
       UserError: at the first call: the state has no number of the step, the new state is of another
-        kind than the old one, a rule matches no array of state and `frozen`, or an array of the state is in memory that has a second name, in the
-        state, in the batch or in `frozen`; or a restored checkpoint was begun with another
-        optimizer than the one that `update` uses.
+        kind than the old one, a rule matches no array of state and `frozen`, or an array of the
+        state is in memory that has a second name, in the state, in the batch or in `frozen`; or a
+        restored checkpoint was begun with another optimizer than the one that `update` uses.
     """
     everywhere = NamedSharding(mesh, PartitionSpec())
     arguments = () if frozen is None else (_placed(frozen, mesh, rules),)
@@ -276,14 +281,14 @@ def compile_step(
 
 
 def compile_eval(
-    function: Callable[[Any, Any], Any],
+    function: Callable[[State, Any], Result],
     mesh: Mesh,
     *,
     results: Literal["replicated", "rows", "rules"] = "replicated",
     rules: Rules = (),
     activations: Activations = (),
     max_shapes: int = 0,
-) -> CompiledStep:
+) -> CompiledStep[State, Result]:
     """Compiles a function of parameters and a batch for the devices of a mesh.
 
         def evaluate(params, batch):

@@ -79,7 +79,7 @@ class ShardingRule(NamedTuple):
 
         rule = fmt.ShardingRule("experts/kernel$", ("experts", None, "tensor"))
 
-    A plain pair does as well, and so does text for the axes: ("experts/kernel$", "experts,-,tensor").
+    A plain pair does as well, and so does text for the axes: "experts,-,tensor".
     """
 
     pattern: str
@@ -154,9 +154,7 @@ def _names(axis: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
 
 
-def shardings(
-    tree: Any, mesh: Mesh | AbstractMesh, user_rules: Rules = ()
-) -> Any:
+def shardings(tree: Any, mesh: Mesh | AbstractMesh, user_rules: Rules = ()) -> Any:
     """Returns a tree of `NamedSharding` for the arrays, or their shapes, of any tree.
 
     A dimension that its mesh axis does not divide is not sharded. Arrays with fewer dimensions than

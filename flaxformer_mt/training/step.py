@@ -148,9 +148,7 @@ def gradients(
 
         return jax.grad(loss, has_aux=True)(trained)
 
-    gradient, sums = sum_over_devices(
-        accumulate(gradient_sum, batch, config.accumulation_steps)
-    )
+    gradient, sums = sum_over_devices(accumulate(gradient_sum, batch, config.accumulation_steps))
     # Without targets the gradient is 0, not NaN.
     weight = jnp.where(sums.weight > 0, sums.weight, 1)
     return jax.tree.map(lambda g: g / weight.astype(g.dtype), gradient), sums
