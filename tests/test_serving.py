@@ -214,17 +214,18 @@ def forms(value):
     return [forms(item) for item in value] if isinstance(value, list) else type(value)
 
 
+COMPLETION = {"model": "trained_run", "prompt": "a"}
 REFUSED = {
-    "no JSON": (400, "/translate", b'{"q": ', "the body is not valid JSON: "),
-    "no UTF-8": (400, "/translate", b'{"q": "\xff"}', "the body is not valid JSON: 'utf-8'"),
-    "deep JSON": (400, "/translate", b"[" * 9999, "the body is not valid JSON: "),
-    "a long number": (400, "/translate", b'{"q": ' + b"1" * 9000, "the body is not valid JSON: "),
-    "a list": (400, "/translate", b"[]", "must be a JSON object, not a list"),
-    "no text": (400, "/translate", PAIR, "q must be a string or a list of strings"),
-    "no texts": (400, "/translate", {**PAIR, "q": []}, "q must be a string or a list of strings"),
-    "numbers": (400, "/translate", {**PAIR, "q": ["a", 1]}, "q must be a string or a list of"),
+    "no JSON": (400, "/translate", b'{"q": ', "the body is damaged: not JSON: "),
+    "no UTF-8": (400, "/translate", b'{"q": "\xff"}', "characters that are not valid Unicode"),
+    "deep JSON": (400, "/translate", b"[" * 9999, "its JSON is nested too deeply"),
+    "a long number": (400, "/translate", b'{"q": ' + b"1" * 9000, "the body is damaged: "),
+    "a list": (400, "/translate", b"[]", "expected an object, got a list"),
+    "no text": (400, "/translate", PAIR, "there is no field q"),
+    "no texts": (400, "/translate", {**PAIR, "q": []}, "q: expected a list of length >= 1"),
+    "numbers": (400, "/translate", {**PAIR, "q": ["a", 1]}, "q[1]: expected a string, got an"),
     "a surrogate": (400, "/translate", {**PAIR, "q": "\ud800"}, "not valid Unicode"),
-    "no target": (400, "/translate", {"q": "a", "source": "en"}, "target must be a string, and is"),
+    "no target": (400, "/translate", {"q": "a", "source": "en"}, "there is no field target"),
     "languages": (
         400,
         "/translate",
@@ -243,14 +244,14 @@ REFUSED = {
     "many texts": (413, "/v1/completions", {"model": "trained_run", "prompt": [""] * 1999 * 2}, ""),
     "no route": (404, "/translation", {**PAIR, "q": "a"}, "POST /translation: Not Found"),
     "no model": (404, "/v1/completions", {"model": "gpt", "prompt": "a"}, "no model 'gpt'; there"),
-    "a stream": (400, "/v1/completions", {"prompt": "a", "stream": True}, "stream: only false"),
-    "no messages": (400, "/v1/chat/completions", {"model": "trained_run"}, "a list of objects"),
-    "no user": (400, "/v1/chat/completions", {"messages": [{"role": "system"}]}, 'role "user"'),
+    "a stream": (400, "/v1/completions", {**COMPLETION, "stream": True}, "stream: only false"),
+    "no messages": (400, "/v1/chat/completions", {"model": "a"}, "no field messages"),
+    "no user": (400, "/v1/chat/completions", {"model": "a", "messages": []}, 'role "user"'),
     "an image": (
         400,
         "/v1/chat/completions",
-        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        "content must be a string or a list of parts with a text",
+        {"model": "a", "messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "the content of a message is damaged: [0]: there is no field text",
     ),
 }
 
