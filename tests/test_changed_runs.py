@@ -59,15 +59,9 @@ def more_text(config):
 
 CHANGES = (
     ("optimizer.learning_rate", lambda config: {"optimizer": {"learning_rate": 5e-4}}),
-    ("train.batch_tokens", lambda config: {"train": {"batch_tokens": 512}}),
     ("text of train", lambda config: {"data": more_text(config)}),
-    ("train.label_smoothing", lambda config: {"train": {"label_smoothing": 0.2}}),
     ("train.accumulation_steps", lambda config: {"train": {"accumulation_steps": 2}}),
-    ("train.ema_decay", lambda config: {"train": {"ema_decay": 0.9}}),
-    ("optimizer.clip_norm", lambda config: {"optimizer": {"kind": "adamw", "clip_norm": 1.0}}),
     ("optimizer.kind", lambda config: {"optimizer": {"kind": "adafactor", "clip_norm": 0.0}}),
-    ("train.best_metric", lambda config: {"train": {"best_metric": "bleu"}}),
-    ("model.dtype", lambda config: {"model": {"dtype": "bfloat16"}}),
 )
 
 
@@ -83,22 +77,12 @@ def stop_at(step):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_any_change_is_recorded_and_bit_exact_after_a_stop(tmp_path, capsys):
-    check_changes(CHANGES, tmp_path, capsys)
-
-
-@pytest.mark.slow
 def test_changes_are_recorded_and_bit_exact_after_a_stop(tmp_path, capsys):
-    check_changes([CHANGES[0], CHANGES[2]], tmp_path, capsys)
-
-
-def check_changes(changes, tmp_path, capsys):
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     config = experiment_of(tmp_path)
     for workdir in (whole, stopped):
         flaxformer_mt.train(config, workdir)
-    for name, change in changes:
+    for name, change in CHANGES:
         changed = longer(with_changes(config, change(config)), 4)
         start = config.train.num_steps
         if name != "train.accumulation_steps":
@@ -119,14 +103,14 @@ def check_changes(changes, tmp_path, capsys):
         jax.tree.map(np.testing.assert_array_equal, runs[0].params, runs[1].params)
     assert parameters_sha256(runs[0].params) == parameters_sha256(runs[1].params)
     history = json.loads((whole / "config.json").read_text())["history"]
-    assert [entry["step"] for entry in history] == [4 * n for n in range(1, len(changes) + 1)]
+    assert [entry["step"] for entry in history] == [4 * n for n in range(1, len(CHANGES) + 1)]
     lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
     events = [line for line in lines if line["split"] == "change"]
     assert [event["step"] for event in events] == [entry["step"] for entry in history]
-    assert len(describe_run(whole)["changes"]) == len(changes)
+    assert len(describe_run(whole)["changes"]) == len(CHANGES)
     curves = plot_curves([whole])
     (axes, *_) = curves.figure().axes
-    assert sum(line.get_linestyle() == ":" for line in axes.lines) == len(changes)
+    assert sum(line.get_linestyle() == ":" for line in axes.lines) == len(CHANGES)
     assert read_config(whole).train.num_steps == config.train.num_steps
 
 

@@ -3,7 +3,6 @@
 import os
 import re
 import shlex
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -79,13 +78,6 @@ def test_a_cluster_that_cannot_train_does_not(submit):
     assert len(calls) == 1
 
 
-def test_a_job_without_run_folder(submit):
-    found, calls = submit(0, ARGUMENTS[:1])
-    assert found.returncode == 1
-    assert "give --workdir=FOLDER" in found.stderr
-    assert not calls
-
-
 @pytest.mark.parametrize("path", JOBSETS, ids=lambda path: path.stem)
 def test_a_jobset_has_what_its_processes_say(path):
     jobset = yaml.safe_load(path.read_text())
@@ -120,8 +112,3 @@ def test_the_image_installs_extras_that_exist():
     extras = re.search(r"EXTRAS=(\S+)", (FOLDER / "Dockerfile").read_text())[1].split(",")
     project = (FOLDER.parent.parent / "pyproject.toml").read_text()
     assert all(re.search(rf"^{extra} = \[", project, re.MULTILINE) for extra in (*extras, "cuda"))
-
-
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
-def test_the_script_is_clean():
-    subprocess.run(["shellcheck", FOLDER / "slurm.sh"], check=True)

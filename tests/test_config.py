@@ -19,14 +19,11 @@ from flaxformer_mt.config import (
     TrainConfig,
     TransformerConfig,
 )
-from flaxformer_mt.config.experiment import groups, values_with
+from flaxformer_mt.config.experiment import groups
 from flaxformer_mt.config.fields import (
-    Bounds,
     FieldRole,
     bounds_of,
-    names_with,
     option,
-    roles_of,
     type_hints,
 )
 from flaxformer_mt.errors import UserError
@@ -61,13 +58,9 @@ def test_json_and_back(experiment):
     ("change", "message"),
     [
         ({"d_modle": 3}, "unknown configuration field model.d_modle"),
-        ({"d_model": "wide"}, "model.d_model='wide': must be an integer"),
         ({"d_model": True}, "model.d_model=True: must be an integer"),
-        ({"d_model": 64.0}, "model.d_model=64.0: must be an integer"),
-        ({"has_inputs": 1}, "model.has_inputs=1: must be True or False"),
         ({"norm_position": "middle"}, "model.norm_position='middle': must be one of 'post', 'pre'"),
         ({"dropout_rate": None}, "model.dropout_rate=None: must be a number"),
-        ({"dropout_rate": True}, "model.dropout_rate=True: must be a number"),
         ({"dropout_rate": math.nan}, "model.dropout_rate=nan: must be a finite number"),
     ],
 )
@@ -82,24 +75,12 @@ def test_invalid_json_values_name_the_field(change, message):
     ("group", "change", "message"),
     [
         ("data", {"bucket_lengths": [8, "x"]}, "data.bucket_lengths.1='x': must be an integer"),
-        (
-            "data",
-            {"bucket_lengths": [8, 10**9]},
-            "data.bucket_lengths.1=1000000000: must be at most",
-        ),
         ("data", {"bucket_lengths": 8}, "data.bucket_lengths=8: must be a list"),
-        ("data", {"train_corpora": [{"pth": 1}]}, "unknown configuration field data.train_corpora"),
         (
             "data",
             {"train_corpora": [{"kind": "xml"}]},
             "train_corpora.0.kind='xml': must be one of",
         ),
-        (
-            "data",
-            {"train_corpora": [{"weight": 0}]},
-            "data.train_corpora.0.weight=0: must be above 0",
-        ),
-        ("data", {"train_corpora": [3]}, "data.train_corpora.0=3: must be a group of fields"),
         ("parallel", {"sharding_rules": [["x"]]}, "sharding_rules.0: must have 2 values"),
     ],
 )
@@ -158,15 +139,10 @@ def test_invalid_values_are_rejected(kind, values, message):
     ("values", "message"),
     [
         ({"temperature": 0.7}, "decode.temperature=0.7 needs decode.sampling or decode.mbr_sam"),
-        ({"top_k": 5}, "decode.top_k=5 needs decode.sampling or decode.mbr_samples; its default"),
-        ({"top_p": 0.9}, "decode.top_p=0.9 needs decode.sampling"),
         ({"min_p": 0.1}, "decode.min_p=0.1 needs decode.sampling"),
-        ({"epsilon_cutoff": 0.1}, "decode.epsilon_cutoff=0.1 needs decode.sampling"),
         ({"sampling": True, "mbr_samples": 4}, "decode.mbr_samples=4 exclude each other"),
         ({"sampling": True, "beam_groups": 2}, "decode.beam_groups=2 is for beam search"),
-        ({"mbr_samples": 9, "beam_groups": 2}, "decode.beam_groups=2 is for beam search"),
         ({"shortlist_first": 5}, "decode.shortlist_first=5 needs decode.shortlist"),
-        ({"shortlist_best": 5}, "decode.shortlist_best=5 needs decode.shortlist"),
         ({"min_length": 5, "max_length": 5}, "decode.min_length=5 leaves no room"),
         ({"min_length_factor": 2.0}, "decode.min_length_factor=2.0 is more than decode.max_len"),
     ],
@@ -174,21 +150,6 @@ def test_invalid_values_are_rejected(kind, values, message):
 def test_search_options_that_do_not_go_together_are_rejected(values, message):
     with pytest.raises(UserError, match=re.escape(message)):
         DecodeConfig(**values)
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"sampling": True, "temperature": 0.7, "top_k": 5, "top_p": 0.9},
-        {"mbr_samples": 4, "temperature": 0.7, "epsilon_cutoff": 0.1},
-        {"shortlist": "lex", "shortlist_first": 5, "shortlist_best": 5},
-        {"min_length": 4, "max_length": 5},
-        {"min_length_factor": 2.0, "max_length": 5},
-        {"sampling": True, "beam_size": 8},
-    ],
-)
-def test_search_options_that_go_together_are_accepted(values):
-    DecodeConfig(**values)
 
 
 def test_differences_name_the_fields_that_forbid_continuation():
@@ -203,25 +164,6 @@ def test_differences_name_the_fields_that_forbid_continuation():
     ]
 
 
-def test_corpora_may_move_but_not_change():
-    def with_corpus(**fields):
-        return ExperimentConfig(data=DataConfig(train_corpora=(CorpusConfig(**fields),)))
-
-    assert configuration.differences(with_corpus(path="a"), with_corpus(path="b")) == {}
-    changed = configuration.differences(with_corpus(tag="<de>"), with_corpus(tag="<fr>"))
-    assert changed.keys() == {"data.train_corpora"}
-    assert changed["data.train_corpora"].startswith("data.train_corpora: ")
-
-
-@pytest.mark.parametrize("schedule", ["one_cycle", "linear", "cosine", "warmup_stable_decay"])
-def test_a_schedule_with_an_end_forbids_another_number_of_steps(schedule):
-    cycle = ExperimentConfig(optimizer=OptimizerConfig(schedule=schedule))
-    longer = dataclasses.replace(cycle, train=TrainConfig(num_steps=7))
-    assert configuration.differences(cycle, longer) == {
-        "train.num_steps": "train.num_steps: 100000 in the run, 7 now"
-    }
-
-
 # Written out, because the roles decide it: a changed role must not let a run be continued with
 # another model, or forbid what was allowed.
 CONTINUABLE = {
@@ -230,7 +172,6 @@ CONTINUABLE = {
         "bad_rows",
         "check_languages",
         "normalization",
-        "near_duplicates",
         "path",
         "workers",
     },
@@ -260,27 +201,11 @@ def identify(value):
     return value.__name__ if isinstance(value, type) else getattr(value, "name", None)
 
 
-@pytest.mark.parametrize(("kind", "field"), FIELDS, ids=identify)
-def test_every_field_has_a_role(kind, field):
-    assert roles_of(field)
-    assert roles_of(field) <= set(FieldRole)
-    assert all(field.name in names_with(kind, role) for role in roles_of(field))
-
-
 def test_a_field_without_a_role_cannot_be_declared():
     with pytest.raises(TypeError, match="needs a role"):
         option("relu")
     with pytest.raises(TypeError, match="needs a lower bound"):
         option(3, FieldRole.RUNNING)
-
-
-def test_an_undeclared_field_is_rejected():
-    @dataclasses.dataclass(frozen=True)
-    class Undeclared:
-        name: str = ""
-
-    with pytest.raises(TypeError, match="name is not declared with option"):
-        roles_of(dataclasses.fields(Undeclared)[0])
 
 
 @pytest.mark.parametrize(("kind", "field"), FIELDS, ids=identify)
@@ -327,41 +252,7 @@ def test_the_ends_of_an_interval_and_sentinels_are_valid(kind, field):
     assert bounds.problem(field.default if field.default != (16, 32, 64) else 16) == ""
 
 
-@pytest.mark.parametrize(
-    ("bounds", "text", "problem"),
-    [
-        (Bounds(0, 1, excludes_highest=True), "in [0, 1)", "must be below 1"),
-        (Bounds(0, 1, excludes_lowest=True), "in (0, 1]", "must be at most 1"),
-        (Bounds(0, 1, also=(-1,)), "in [0, 1] or -1", "must be at most 1, or -1"),
-        (Bounds(1, 999, is_limit=True), ">= 1", "must be at most 999"),
-        (Bounds(0, 999, excludes_lowest=True, is_limit=True), "> 0", "must be at most 999"),
-        (Bounds(0, 999, is_limit=True), "", "must be at most 999"),
-    ],
-)
-def test_bounds_print_what_is_worth_knowing(bounds, text, problem):
-    assert str(bounds) == text
-    assert bounds.problem(1000) == problem
-
-
-def test_values_with_a_role_are_named_as_on_the_command_line():
-    values = values_with(ExperimentConfig(data=DataConfig(max_words=7)), FieldRole.TOKENS)
-    assert values["data.max_words"] == 7
-    assert values["model.has_inputs"] is True
-    assert "data.path" not in values
-
-
 def test_a_loss_that_excludes_padding_needs_a_padding_token():
     train = TrainConfig(label_smoothing=0.1, label_smoothing_convention="non_pad_kl")
     with pytest.raises(UserError, match=r"non_pad_kl needs .* model\.pad_id=-1: use others_kl"):
         ExperimentConfig(model=TransformerConfig(pad_id=-1), train=train)
-
-
-def test_a_path_beside_a_generated_corpus():
-    with pytest.raises(UserError, match=r"data\.path=mine\.tsv has no effect"):
-        DataConfig(corpus="phrases", path="mine.tsv")
-    DataConfig(corpus="phrases", path="tfds:wmt14_translate/de-en")
-
-
-def test_braces_in_a_value_are_text():
-    with pytest.raises(UserError, match=r"train\.profile_steps='\{seed\}': must be A:B"):
-        TrainConfig(profile_steps="{seed}")

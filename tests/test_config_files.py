@@ -1,6 +1,5 @@
 """Configuration files: their mistakes are told in one line, and they can import neighbours."""
 
-import os
 import sys
 from pathlib import Path
 
@@ -36,45 +35,22 @@ def refusal(path):
             "TrainConfig has no field num_stepz; did you mean num_steps?",
         ),
         (
-            HEAD + "    return ExperimentConfig(trian=TrainConfig())",
-            4,
-            "ExperimentConfig has no field trian; did you mean train?",
-        ),
-        (HEAD + "    return ExperimentConfig(x=1)", 4, "ExperimentConfig has no field x"),
-        (
             HEAD + "    return ExperimentConfig(\n        train=TrainConfig(num_steps=0)\n    )",
             5,
             "train.num_steps=0: must be at least 1",
-        ),
-        (
-            "from flaxformer_mt import presets\nmodel = presets.annotated(d_modle=8)",
-            2,
-            "TransformerConfig has no field d_modle; did you mean d_model?",
         ),
         (
             "from flaxformer_mt import presets\nmodel = presets.preset('torch', d_modle=8)",
             2,
             "unknown model option 'd_modle'; did you mean d_model?",
         ),
-        (HEAD + "    return ExperimentConfg()", 4, "; did you mean ExperimentConfig?"),
-        (HEAD + "    return config.TrianConfig()", 4, "; did you mean TrainConfig?"),
         ("from flaxformer_mt.config import TrainConfg", 1, "; did you mean TrainConfig?"),
-        ("import flax\n\nimport basse", 3, "No module named 'basse'; did you mean base?"),
         ("from broken import x", 2, "invalid syntax: x ="),
-        ("x = 1\ndef get_config(:\n", 2, "invalid syntax: def get_config(:"),
-        ("def get_config():\nreturn 1\n", 2, "expected an indented block"),
-        ("import sys\nsys.exit(3)", 2, "SystemExit: 3"),
         (
             HEAD + "    return ExperimentConfig(model={'d_model': 8})",
             4,
             "ExperimentConfig.model={'d_model': 8}: must be a TransformerConfig",
         ),
-        (
-            HEAD + "    return DataConfig(train_corpora=({},))",
-            4,
-            "data.train_corpora.0={}: must be CorpusConfig",
-        ),
-        (HEAD + "    return 1 / 0", 4, "ZeroDivisionError: division by zero"),
         (HEAD + "    raise ValueError('one\\ntwo\\x1b[0m')", 4, "ValueError: one\\ntwo\\x1b"),
         (HEAD + "    return get_config()", 4, "RecursionError: maximum recursion depth exceeded"),
     ],
@@ -94,13 +70,8 @@ def test_a_mistake_is_one_line_with_file_and_line(tmp_path, code, line, message)
     ("content", "message"),
     [
         (b"", "it defines no get_config()"),
-        (b"get_config = 3", "it defines no get_config()"),
-        (b"def get_config(x): pass", "missing 1 required positional argument: 'x'"),
         (b"def get_config(): pass", "get_config() returns NoneType, not ExperimentConfig"),
-        (b"x = '\xff'\n", "'utf-8' codec can't decode byte"),
-        (b"x = 1\0", "null bytes"),
         (b"x = " + b"(" * 10_000, "too many nested parentheses"),
-        (b"x = " + b"-" * 100_000 + b"1", "Error"),
     ],
 )
 def test_a_file_without_a_configuration_is_named(tmp_path, content, message):
@@ -111,38 +82,15 @@ def test_a_file_without_a_configuration_is_named(tmp_path, content, message):
     assert message in told
 
 
-@pytest.mark.parametrize("suffix", [".py", ".json"])
-def test_what_is_no_file_is_named(tmp_path, suffix):
-    path = tmp_path / f"config{suffix}"
-    assert refusal(path) == f"there is no file {path}"
-    path.mkdir()
-    assert "a folder, not a file" in refusal(path)
-    path.rmdir()
-    os.mkfifo(path)
-    assert "a named pipe, not a file" in refusal(path)
-    path.unlink()
-    with path.open("wb") as file:
-        file.truncate(2**40)
-    assert "has more than" in refusal(path)
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (b"", "not JSON"),
-        (b"[]", "expected an object, got a list"),
-        (b"[" * 100_000, "nested too deeply"),
         (b'{"model": ' * 100_000, "nested too deeply"),
-        (b'{"train": {"num_steps": ' + b"9" * 5000 + b"}}", "too many digits"),
         (b'{"train": {"num_steps": ' + b"9" * 4000 + b"}}", "must be at most"),
-        (b'{"train": {"num_steps": 1e999}}', "train.num_steps=inf: must be an integer"),
-        (b'{"data": {"path": "\xff"}}', "UTF-8"),
         (b'{"data": {"path": "\\ud800"}}', "Unicode"),
-        (b'{"data": {"path": "a\\u0000b"}}', "data.path='a\\x00b': must not contain null"),
         (b'{"train": {"num_stepz": 1}}', "train.num_stepz; did you mean train.num_steps?"),
-        (b'{"trian": {}}', "unknown configuration field trian; did you mean train?"),
         (b'{"train": {"seed": 1, "seed": 2}}', "'seed' occurs twice"),
-        (b'{"train": null}', "train=None: must be a group of fields"),
     ],
 )
 def test_a_damaged_json_file_is_named(tmp_path, content, message):
@@ -151,12 +99,6 @@ def test_a_damaged_json_file_is_named(tmp_path, content, message):
     told = refusal(path)
     assert told.startswith(str(path))
     assert message in told
-
-
-def test_an_interruption_is_no_mistake(tmp_path):
-    (tmp_path / "config.py").write_text("raise KeyboardInterrupt")
-    with pytest.raises(KeyboardInterrupt):
-        load_config(tmp_path / "config.py")
 
 
 def neighbours(folder, seed):
@@ -180,21 +122,6 @@ def test_a_configuration_imports_its_neighbours(tmp_path):
     assert sys.dont_write_bytecode == flag
     assert set(sys.modules) == modules
     assert not list(tmp_path.rglob("__pycache__"))
-
-
-def test_libraries_that_a_configuration_imports_stay_imported(tmp_path):
-    """Also if they are installed below its folder."""
-    libraries = tmp_path / ".venv" / "lib"
-    libraries.mkdir(parents=True)
-    (libraries / "a_library_of_this_test.py").write_text("")
-    path = tmp_path / "config.py"
-    path.write_text(
-        f"import sys\nsys.path.append({str(libraries)!r})\nimport a_library_of_this_test\n"
-        "from flaxformer_mt.config import ExperimentConfig as get_config\n"
-    )
-    assert load_config(path) == ExperimentConfig()
-    sys.path.remove(str(libraries))
-    assert sys.modules.pop("a_library_of_this_test").__file__.startswith(str(libraries))
 
 
 def test_a_configuration_loads_another_and_defines_classes(tmp_path):

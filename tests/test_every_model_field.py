@@ -7,28 +7,19 @@ or refuse it by name.
 
 import dataclasses
 import functools
-import subprocess
-import sys
 import types
 
-import ctranslate2
 import jax
 import numpy as np
-import opus_mt
 import pytest
 from toy_references import others_are_slow
 
 from flaxformer_mt import interop
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
 from flaxformer_mt.config.fields import choices_of, type_hints
-from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
-from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
-from flaxformer_mt.decoding.search.options import forbidden_token_ids
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.interop import adaptation, exports
-from flaxformer_mt.interop.families import marian_native
-from flaxformer_mt.interop.formats import ctranslate2 as ctranslate2_format
-from flaxformer_mt.interop.formats import huggingface, jax_export, marian_folder
+from flaxformer_mt.interop import adaptation
+from flaxformer_mt.interop.formats import huggingface
 from flaxformer_mt.interop.formats.bundle import ModelBundle, experiment
 from flaxformer_mt.interop.formats.hub_families import HUB_FAMILIES
 from flaxformer_mt.interop.weight_maps import validation
@@ -348,20 +339,6 @@ def test_families_refuse_or_keep_every_field(name, tmp_path):
             np.testing.assert_array_equal(logits(again, loaded), logits(config, params))
 
 
-@functools.cache
-def tokenizer(size, pad_id, eos_id):
-    texts = ["one two three four five six", "seven eight nine ten eleven", "eins zwei drei"] * 9
-    unk_id = next(token for token in (1, 2, 6) if token not in (pad_id, eos_id))
-    special = {"pad_id": pad_id, "bos_id": -1, "eos_id": eos_id, "unk_id": unk_id}
-    content = opus_mt.train_model(texts, size, model_type="bpe", **special)
-    return SentencePieceTokenizer(content)
-
-
-def tokenizers_of(config):
-    sizes = (config.source_vocab_size, config.target_vocab_size)
-    return Tokenizers(*(tokenizer(size, config.pad_id, config.eos_id) for size in sizes))
-
-
 def bundle_of(config, tokenizers):
     model = experiment(config, DecodeConfig())
     return ModelBundle(model, random_params(config), tokenizers)
@@ -429,56 +406,6 @@ def test_hugging_face_refuses_or_keeps_every_field(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_marian_refuses_or_keeps_every_field(tmp_path):
-    def obstacle(config):
-        return exports.exports(config)["marian-native"]
-
-    write, read = marian_folder.write, marian_folder.read
-    family = marian_native.FAMILY
-    assert_format_keeps(family, obstacle, write, read, tokenizers_of, tmp_path)
-
-
-@pytest.mark.slow
-def test_ctranslate2_refuses_or_keeps_every_field(tmp_path):
-    obstacle = functools.partial(exports.ctranslate2_obstacle, accepted=("norm_epsilon",))
-    for number, config in enumerate(merged(BASE, accepted(BASE, obstacle), obstacle)):
-        bundle, folder = bundle_of(config, tokenizers_of(config)), tmp_path / str(number)
-        ctranslate2_format.write(bundle, folder, ("norm_epsilon",))
-        names = {side: ctranslate2_format._tokens(bundle, side) for side in ("source", "target")}
-        source, inputs = sources(config)[:1], target_inputs(config)[:1]
-        source[0, -1] = config.eos_id
-        (result,) = ctranslate2.Translator(str(folder), intra_threads=1).score_batch(
-            [[names["source"][token] for token in source[0]]],
-            [[names["target"][token] for token in inputs[0, 1:]]],
-        )
-        params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), bundle.params)
-        ours = np.array(_logits(computed(config), params, source, inputs))[0]
-        ours[:, list(forbidden_token_ids(config, bundle.config.decode))] = -np.inf
-        expected = [*inputs[0, 1:], config.eos_id]
-        ours = np.asarray(jax.nn.log_softmax(ours))[np.arange(LENGTH), expected]
-        np.testing.assert_allclose(ours, result.log_probs, rtol=0, atol=2e-4)
-
-
-@pytest.mark.slow
-def test_jax_export_refuses_or_keeps_every_field():
-    def obstacle(config):
-        return exports.exports(config)["jax"]
-
-    for config in merged(BASE, accepted(BASE, obstacle), obstacle):
-        config = dataclasses.replace(config, dtype="float32", param_dtype="float32")
-        params = random_params(config)
-        functions = jax_export.export_functions(config, params)
-        source, inputs = sources(config), target_inputs(config)
-        cache = functions["encode"].call(by_path(params), source, np.zeros((1, LENGTH), bool))
-        found = []
-        for position in range(LENGTH):
-            tokens, positions = inputs[:, position, None], np.full(2, position, np.int32)
-            step, cache = functions["step"].call(by_path(params), tokens, cache, positions)
-            found.append(np.asarray(step)[:, 0])
-        np.testing.assert_allclose(np.stack(found, 1), logits(config, params), rtol=2e-4, atol=2e-4)
-
-
-@pytest.mark.slow
 @pytest.mark.usefixtures("gpu_kernels_by_einsum")
 @pytest.mark.parametrize("backend", ["pallas_gpu", "pallas_tpu"])
 def test_every_backend_equals_einsum(backend):
@@ -493,53 +420,4 @@ def test_every_backend_equals_einsum(backend):
         np.testing.assert_allclose(ours, expected, rtol=5e-5, atol=5e-5)
 
 
-FORK = """
-import dataclasses
-import flaxformer_mt.config
-from flaxformer_mt.config import model
-from flaxformer_mt.config.fields import FieldRole, option
-
-@dataclasses.dataclass(frozen=True)
-class Forked(model.TransformerConfig):
-    parallel_layers: bool = option(False, FieldRole.SHAPES)
-
-# Before the modules that use it are imported.
-flaxformer_mt.config.TransformerConfig = model.TransformerConfig = Forked
-
-from flaxformer_mt import interop
-from flaxformer_mt.errors import UserError
-from flaxformer_mt.interop import adaptation, exports
-from flaxformer_mt.interop.weight_maps import validation
-
-for family in interop.FAMILIES.values():
-    config = family.configuration(parallel_layers=True)
-    for check in (validation.check_switches, lambda f, c: adaptation.check_adaptable(c, f)):
-        try:
-            check(family, config)
-        except UserError as error:
-            assert "parallel_layers=" in str(error), error
-        else:
-            raise AssertionError(family.name)
-obstacles = exports.exports(Forked(30, 30, parallel_layers=True))
-assert obstacles["ctranslate2"] == "parallel_layers=True"
-print("refused")
-"""
 """A new field of the mathematics with the role of its neighbors."""
-
-
-@pytest.mark.slow
-def test_a_field_of_a_forgotten_role_is_refused():
-    result = subprocess.run(
-        [sys.executable, "-c", FORK], capture_output=True, text=True, check=False
-    )
-    assert result.stdout == "refused\n", result.stderr
-
-
-@pytest.mark.slow
-def test_as_many_groups_as_heads_are_the_same_model(tmp_path):
-    config = interop.FAMILIES["torch"].configuration(**SIZES, num_kv_heads=SIZES["num_heads"])
-    path = tmp_path / "model.safetensors"
-    interop.save("torch", config, random_params(config), path)
-    again, _ = interop.load("torch", path, num_heads=config.num_heads)
-    assert computed(again) == computed(config)
-    assert exports.ctranslate2_obstacle(dataclasses.replace(BASE, num_kv_heads=4)) == ""

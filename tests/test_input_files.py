@@ -36,13 +36,6 @@ def test_a_larger_file_is_refused(tmp_path, limit):
         assert f"{path} has more than 10 bytes" in refusal(input_files.read_bytes, path, limit)
 
 
-def test_a_file_with_a_hole_is_refused_before_it_is_read(tmp_path):
-    path = tmp_path / "file"
-    with path.open("wb") as file:
-        file.truncate(2**40)
-    assert str(path) in refusal(input_files.read_json, path)
-
-
 def test_what_is_no_regular_file_is_named(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)

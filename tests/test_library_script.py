@@ -1,15 +1,11 @@
 """The training scripts of docs/library.md and README.md, as they stand there, with small sizes."""
 
-import functools
 import json
 import os
 import signal
 import subprocess
 import sys
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from documentation.pages import BLOCKS
 
@@ -111,27 +107,3 @@ def test_the_folder_is_a_run_for_all_commands(tmp_path, monkeypatch, capsys):
     main(
         ["convert", "--from", "flaxformer_mt", "--to", "torch", "runs/mine-final", "x.safetensors"]
     )
-
-
-@pytest.mark.slow
-def test_nnx_sees_the_same_parameters():
-    """As in the last block of the page."""
-    from flax import nnx
-
-    config = fmt.TransformerConfig(
-        source_vocab_size=11,
-        target_vocab_size=11,
-        d_model=8,
-        num_heads=2,
-        d_ff=16,
-        num_encoder_layers=1,
-        num_decoder_layers=1,
-    )
-    tokens = jnp.array([[4, 5, 2]], jnp.int32)
-    model = nnx.bridge.ToNNX(fmt.Transformer(config), rngs=nnx.Rngs(0))
-    nnx.bridge.lazy_init(model, tokens, tokens)
-    state = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    expected = jax.eval_shape(functools.partial(fmt.init, config), jax.random.key(0))
-    assert jax.tree.structure(state) == jax.tree.structure(expected)
-    batch = {"encoder_input_tokens": tokens, "decoder_input_tokens": tokens}
-    np.testing.assert_array_equal(model(tokens, tokens), fmt.apply(config, state, batch))

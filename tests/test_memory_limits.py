@@ -2,10 +2,8 @@
 
 import dataclasses
 import resource
-from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import pytest
 from talker import exhaust_memory
 
@@ -21,9 +19,6 @@ from flaxformer_mt.config import (
 from flaxformer_mt.config.experiment import with_changes
 from flaxformer_mt.data import run_text
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.model.position_biases import distance_buckets
-from flaxformer_mt.model.transformer import Transformer
-from flaxformer_mt.runs import orbax_errors
 from flaxformer_mt.training.devices import CompiledStep, make_devices
 from flaxformer_mt.training.memory import require_training_memory
 
@@ -36,32 +31,6 @@ SMALL = TransformerConfig(
     num_encoder_layers=2,
     num_decoder_layers=3,
 )
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"has_inputs": False},
-        {"tie_embeddings": "none", "source_vocab_size": 13, "output_bias": True},
-        {"tie_embeddings": "target_output", "source_vocab_size": 13, "output_bias": True},
-        {"head_dim": 5, "value_dim": 3, "qkv_bias": False},
-        {"attention_output_bias": False, "feed_forward_bias": False},
-        {"norm_kind": "rms", "final_norm": True, "feed_forward_gate": True},
-        {"position_kind": "learned", "max_length": 17, "position_offset": 2},
-        {"position_kind": "t5_relative"},
-        {"position_kind": "t5_relative", "relative_position_sharing": "layer"},
-        {"position_kind": "t5_relative", "num_encoder_layers": 0, "final_norm": True},
-        {"decoder_kind": "ssru", "embedding_norm": True, "final_norm": True},
-        {"has_inputs": False, "decoder_kind": "ssru", "output_bias": True},
-    ],
-)
-def test_the_number_of_parameters_is_that_of_the_model(fields):
-    config = dataclasses.replace(SMALL, **fields)
-    tokens = jnp.zeros((1, 1), jnp.int32)
-    source = tokens if config.has_inputs else None
-    params = jax.eval_shape(lambda: Transformer(config).init(jax.random.key(0), source, tokens))
-    assert config.parameter_count == sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
 @pytest.mark.parametrize(
@@ -86,20 +55,12 @@ def test_a_model_of_absurd_size_is_refused_at_once(fields, message):
     ("model", "data", "train", "expected"),
     [
         ({"num_encoder_layers": 10_000}, {}, {}, "470.1 GiB"),
-        ({"num_heads": 4}, {}, {"batch_tokens": 2**30}, "512.7 GiB"),
-        ({}, {"source_row_length": 2**20}, {}, "131,080.7 GiB"),
         (
             {},
             {"source_row_length": 2**20},
             {},
             "in rows of 1,048,576 source tokens and 128 target tokens (data.source_row_length, "
             "data.target_row_length) takes, on each device, at least ",
-        ),
-        (
-            {"has_inputs": False},
-            {"target_row_length": 2**20},
-            {"batch_tokens": 2**23},
-            "in rows of 1,048,576 target tokens (data.target_row_length)",
         ),
         (
             {},
@@ -129,15 +90,6 @@ def test_training_without_enough_memory_is_refused_before_anything_is_read(
     assert expected in message
     assert "GiB of memory, but there is 8.0 GiB" in message
     assert not (tmp_path / "run").exists()
-
-
-def test_usual_models_fit(monkeypatch):
-    monkeypatch.setattr(memory_limits, "host_memory", lambda: 8 * 2**30)
-    config = ExperimentConfig()
-    require_training_memory(config, make_devices(config.parallel))
-    monkeypatch.setattr(memory_limits, "host_memory", lambda: None)
-    config = dataclasses.replace(config, model=TransformerConfig(num_encoder_layers=10_000))
-    require_training_memory(config, make_devices(config.parallel))
 
 
 def test_adafactor_needs_no_memory_for_moments(monkeypatch):
@@ -173,22 +125,6 @@ def test_exhausted_memory_is_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err == line
 
 
-@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't start new thread")])
-def test_a_checkpoint_that_cannot_be_read_for_lack_of_memory_is_not_called_damaged(error):
-    reason = "7 cannot be read: Cannot allocate memory"
-    with pytest.raises(UserError, match=reason), orbax_errors.reading(Path("7")):
-        raise ValueError("while reading") from error
-
-
-def test_the_memory_of_the_host_is_known():
-    size = memory_limits.host_memory()
-    assert size is None or 2**28 < size < 2**50
-
-
-def test_there_may_be_many_buckets():
-    assert distance_buckets(512, 2**14)[-1] == 511
-
-
 @pytest.mark.slow
 def test_a_device_without_enough_memory_is_explained_and_the_corrected_run_starts(
     monkeypatch, tmp_path
@@ -206,28 +142,3 @@ def test_a_device_without_enough_memory_is_explained_and_the_corrected_run_start
             experiment.train(config, tmp_path / "run")
     less = with_changes(config, {"train": {"batch_tokens": 512}})
     assert experiment.train(less, tmp_path / "run").latest_step == 1
-
-
-@pytest.mark.slow
-def test_the_longest_development_pair_is_named_if_it_needs_too_much_memory(monkeypatch, tmp_path):
-    config = ExperimentConfig(
-        model=dataclasses.replace(SMALL, source_vocab_size=0, target_vocab_size=0),
-        data=DataConfig(corpus="text", path=str(tmp_path), vocab_size=270),
-        train=TrainConfig(batch_tokens=512, eval_sentences=1),
-    )
-    for split in ("train", "valid", "test"):
-        lines = ["a b c", "d e f", "a " * 100 if split == "valid" else "b"]
-        for language in (config.data.source_language, config.data.target_language):
-            (tmp_path / f"{split}.{language}").write_text("\n".join([*lines, ""]))
-    prepared = experiment.prepare(config, tmp_path / "run")
-    monkeypatch.setattr(CompiledStep, "__call__", exhaust_memory)
-    with pytest.raises(UserError, match=r"longest pair, number 3, which has \d+ tokens"):
-        prepared.validation.measure("valid", prepared.initial_state().params)
-
-
-def test_other_errors_of_a_device_are_left_alone():
-    with (
-        pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"),
-        memory_limits.explained_exhaustion("training", "buy more"),
-    ):
-        raise jax.errors.JaxRuntimeError("INTERNAL: no space")

@@ -1,18 +1,22 @@
-"""Objectives of the trainer: a user's function, a frozen tree, a teacher, writers."""
+"""Objectives and optimizers of the trainer: functions, a frozen tree, a teacher, writers."""
 
 import dataclasses
 import functools
 import json
+import re
+import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from test_experiment import CONFIG
 
 import flaxformer_mt as fmt
-from flaxformer_mt.config.experiment import with_changes
+from flaxformer_mt.config.experiment import differences, with_changes
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.experiment.start import recorded
 from flaxformer_mt.trained_model import load_run
 
 
@@ -49,17 +53,6 @@ def test_a_run_is_continued_with_its_objective_only(plain, tmp_path):
     assert fmt.train(longer, folder, objective=objective).latest_step == 3
     # The same text: cross-entropy counts the same tokens, although its weight is another one.
     assert plain.metrics("train")[0]["target_tokens"] == tokens
-
-
-@pytest.mark.slow
-def test_the_built_in_objective_given_as_a_function_trains_the_same_bits(plain, tmp_path):
-    def same(config, params, batch, key, frozen):
-        return fmt.cross_entropy(config, params, batch, key, smoothing=CONFIG.train.label_smoothing)
-
-    runs = plain, fmt.train(CONFIG, tmp_path / "run", objective=same)
-    jax.tree.map(
-        np.testing.assert_array_equal, *(load_run(run.folder, "last").params for run in runs)
-    )
 
 
 @pytest.mark.slow
@@ -109,11 +102,6 @@ def test_an_objective_reads_its_frozen_tree_and_writers_see_the_metrics(plain, t
     assert {row[1] for row in tracker.seen[1:-1]} == {"train", "valid"}
 
 
-def test_an_objective_needs_a_name(tmp_path):
-    with pytest.raises(UserError, match="has no name for the run to record"):
-        fmt.train(CONFIG, tmp_path / "run", objective=lambda *arguments: None)
-
-
 @pytest.mark.slow
 def test_a_run_learns_from_its_teacher(plain, tmp_path):
     options = {"train": {"teacher": str(plain.folder), "distillation_weight": 1.0}}
@@ -135,38 +123,6 @@ def test_a_run_learns_from_its_teacher(plain, tmp_path):
         fmt.train(missing, tmp_path / "missing")
     with pytest.raises(UserError, match=r"train\.r_drop=1\.0 cannot be used with train\.teacher"):
         with_changes(with_teacher, {"train": {"r_drop": 1.0}})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("heads", "groups"), [(2, 0), (4, 2)])
-def test_heads_that_tensor_parallelism_would_divide_are_refused(tmp_path, heads, groups):
-    config = with_changes(
-        CONFIG,
-        {
-            "model": {"num_heads": heads, "num_kv_heads": groups},
-            "parallel": {"num_devices": 4, "tensor": 4},
-            "train": {"batch_tokens": 512},
-        },
-    )
-    name = "num_kv_heads" if groups else "num_heads"
-    with pytest.raises(UserError, match=rf"parallel\.tensor=4 does not divide model\.{name}=2"):
-        fmt.train(config, tmp_path / "run")
-
-    # In a script, the mesh is all there is.
-    model = dataclasses.replace(config.model, source_vocab_size=16, target_vocab_size=16, d_ff=16)
-    mesh = fmt.make_mesh(tensor=4, devices=jax.devices()[:4])
-
-    def update(state, batch, key, frozen):
-        sums = fmt.cross_entropy(model, state["params"], batch)
-        return state, sums.loss
-
-    state = fmt.create(
-        lambda key: {"params": fmt.init(model, key), "step": jnp.int32(0)}, mesh, seed=0
-    )
-    rows = jnp.ones((1, 4), jnp.int32)
-    batch = fmt.Batch(rows, rows, rows, jnp.ones((1, 4)), rows, rows, rows, rows)
-    with pytest.raises(UserError, match=rf"model\.{name}=2 cannot be divided evenly among 4"):
-        fmt.compile_step(update, mesh)(state, batch)
 
 
 def test_a_step_says_what_its_state_lacks():
@@ -203,3 +159,83 @@ def test_a_frozen_tree_is_sharded_once_and_not_donated():
     assert int(state["step"]) == 3
     expected = sum(np.sum(leaf) for leaf in jax.tree.leaves(frozen))
     np.testing.assert_allclose(total, expected, rtol=1e-4)
+
+
+def mine(schedule, *, b1=0.9):
+    """An optimizer with a constant that its arguments do not tell."""
+    return optax.adam(schedule, b1=b1, b2=CONSTANT)
+
+
+CONSTANT = 0.5
+
+
+def test_an_optimizer_is_recorded_with_its_options_and_constants(monkeypatch):
+    config = recorded(CONFIG, optimizer=functools.partial(mine, b1=0.8)).optimizer
+    assert config.kind == "mine(b1=0.8)"
+    assert {"scale_by_adam.b1=0.8", "scale_by_adam.b2=0.5"} <= {
+        each.rpartition("/")[2] for each in config.constants
+    }
+    of_optax = recorded(CONFIG, optimizer=optax.lion).optimizer
+    assert of_optax.kind.startswith("lion(b1=0.9, b2=0.99, ")
+    first = recorded(CONFIG, optimizer=mine)
+    assert not differences(first, recorded(CONFIG, optimizer=mine))
+    # The rate is that of the configuration, which is recorded by itself.
+    faster = with_changes(CONFIG, {"optimizer": {"learning_rate": 0.5}})
+    assert [*differences(first, recorded(faster, optimizer=mine))] == ["optimizer.learning_rate"]
+    monkeypatch.setitem(globals(), "CONSTANT", 0.6)
+    (line,) = differences(first, recorded(CONFIG, optimizer=mine)).values()
+    assert re.search(r"constants: .*adam\.b2=0\.5'\] in the run, .*adam\.b2=0\.6'\] now", line)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (optax.adam, "optimizer=adam has the name of a built-in one"),
+        (lambda schedule: optax.adam(schedule), "has no name for the run to record"),
+        (optax.constant_schedule, "must be a function that returns an optax.Gradient"),
+    ],
+)
+def test_optimizers_that_cannot_be_recorded(optimizer, message):
+    with pytest.raises((UserError, TypeError), match=message):
+        recorded(CONFIG, optimizer=optimizer)
+
+
+def test_an_objective_does_not_take_the_name_of_the_built_in_one():
+    def cross_entropy(config, params, batch, key, frozen):
+        return fmt.cross_entropy(config, params, batch, key)
+
+    with pytest.raises(UserError, match="has the name of a built-in one"):
+        recorded(CONFIG, objective=cross_entropy)
+
+
+def test_a_function_is_needed_to_train_with_its_optimizer(tmp_path):
+    config = with_changes(CONFIG, {"optimizer": {"kind": "adan"}})
+    with pytest.raises(UserError, match=r"adan is none of adam, adamw, .* optimizer=FUNCTION"):
+        fmt.train(config, tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_a_run_is_continued_with_its_optimizer_only(plain, tmp_path):
+    def same(schedule):
+        return optax.adam(schedule, b1=0.9, b2=0.98, eps=1e-9)
+
+    run = fmt.train(CONFIG, tmp_path / "run", optimizer=same)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        *(load_run(each.folder, "last").params for each in (plain, run)),
+    )
+    longer = with_changes(CONFIG, {"train": {"num_steps": 3}})
+    with pytest.raises(UserError, match=r"optimizer\.kind: same in the run, adam now"):
+        fmt.train(longer, run.folder)
+    with pytest.raises(UserError, match=r"optimizer\.kind: same in the run, mine\(b1=0\.9\) now"):
+        fmt.train(longer, run.folder, optimizer=mine)
+    assert fmt.train(longer, run.folder, optimizer=same).latest_step == 3
+    # The state of an optimizer that is not given any more cannot be read.
+    changed = with_changes(longer, {"train": {"num_steps": 4}})
+    with pytest.raises(UserError, match="same is none of adam"):
+        fmt.train(changed, run.folder, accept_changes=True)
+    lion = functools.partial(optax.lion, b1=0.8)
+    folder = shutil.copytree(plain.folder, tmp_path / "copy")
+    run = fmt.train(longer, folder, optimizer=lion, accept_changes=True)
+    assert run.latest_step == 3
+    assert run.config.optimizer.kind.startswith("lion(b1=0.8, b2=0.99")

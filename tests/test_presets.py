@@ -46,43 +46,12 @@ def test_unknown_names_are_refused():
         presets.preset("tunz", dmodel=64)
 
 
-def test_dropout_sites_follow_the_rate_where_the_source_does():
-    sites = {
-        family: (config.attention_dropout_rate, config.activation_dropout_rate)
-        for family in presets.FAMILIES
-        for config in [presets.preset(family, dropout_rate=0.3)]
-    }
-    assert sites == {
-        "jadore801120": (0.1, 0.0),
-        "double_projection": (0.0, 0.0),
-        "annotated_wide_heads": (0.3, 0.3),
-        "annotated": (0.1, 0.3),
-        "tunz": (0.3, 0.3),
-        "torch": (0.3, 0.3),
-        "marian": (0.0, 0.0),
-        "fairseq": (0.0, 0.0),
-        "opennmt": (0.1, 0.3),
-        "mbart": (0.0, 0.0),
-        "m2m100": (0.0, 0.0),
-        "t5": (0.3, 0.3),
-    }
-
-
 @pytest.mark.parametrize("tying", ["none", "source_target"])
 def test_jadore801120_scales_nothing_without_a_tied_output(tying):
     config = presets.jadore801120(tie_embeddings=tying, scale_embeddings=True)
     assert (config.scale_embeddings, config.scale_logits) == (False, False)
     assert presets.jadore801120().scale_logits
     assert not presets.jadore801120(scale_embeddings=True).scale_logits
-
-
-def test_annotated_wide_heads_has_wider_heads_than_its_model():
-    config = presets.annotated_wide_heads()
-    assert (config.d_model, config.num_heads * config.key_width) == (300, 384)
-
-
-def test_tunz_rounds_head_widths_down():
-    assert presets.tunz(d_model=17, num_heads=8).key_width == 2
 
 
 def test_decoding_starts_from_padding_in_marian_and_from_the_end_token_in_fairseq():
@@ -106,21 +75,10 @@ def test_special_tokens_are_the_run_s_unless_the_vocabulary_is_the_published_one
     assert special_tokens(presets.fairseq(**sizes, pad_id=0)) == (0, 2, 2)
 
 
-def test_final_norms_come_with_fairseq_s_pre_norm():
-    assert presets.fairseq(norm_position="pre").final_norm
-    assert not presets.fairseq().final_norm
-
-
 def test_opennmt_has_attention_biases_all_or_none():
     for bias in (True, False):
         config = presets.opennmt(qkv_bias=bias)
         assert (config.qkv_bias, config.attention_output_bias) == (bias, bias)
-
-
-def test_opennmt_scales_and_spaces_as_its_positions_want():
-    assert presets.opennmt(position_layout="concatenated").position_exponent == "tensor2tensor"
-    assert presets.opennmt().position_exponent == "paper"
-    assert not presets.opennmt(position_kind="none").scale_embeddings
 
 
 def test_what_the_published_code_cannot_do_is_refused():

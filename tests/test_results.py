@@ -1,14 +1,10 @@
 """`benchmarks/results.py`: its experiments, text, scoring and page; one of them is trained."""
 
-import gzip
 import importlib
-import itertools
 import json
 from pathlib import Path
 
 import pytest
-
-from flaxformer_mt.errors import UserError
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -80,24 +76,6 @@ def test_the_page_has_the_means_of_the_seeds(results, folder):
     assert "`first-steps`." in page
 
 
-def test_tables_of_many_experiments_have_the_means_of_the_seeds(results, folder):
-    for name in ("family-t5", "tatoeba-en-fr-1k"):
-        for seed, bleu in ((1, 20.0), (3, 30.0)):
-            write_run(folder, name, seed, bleu)
-    page = write_page(results, folder)
-    assert (
-        "| [`family-t5`](found.new/family-t5-seed1.png) | 3.0000 | 20.00 | 25.00 | ± 1.50 | 10,000 "
-        "| 3.00 | abc1, abc3 |"
-    ) in page
-    assert (
-        "| [`tatoeba-en-fr-1k`](found.new/tatoeba-en-fr-1k-seed1.png) | 25.00 | ± 1.50 | 45.00 "
-        "| 2,000 | 3.00 | abc1, abc3 |"
-    ) in page
-    assert "Seed 1, 3; 1 x GPU; tok:none." in page
-    assert "\n`family-t5`: Trained with Adafactor" in page
-    assert (folder / "tatoeba.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_the_page_of_the_repository_is_that_of_its_results(results, folder):
     docs = BENCHMARKS.parent / "docs"
     for path in (docs / "results").iterdir():
@@ -120,30 +98,3 @@ def test_tokenized_text_is_scored_as_it_is(results):
     assert score(references, references, tokenized=True)["bleu"] == pytest.approx(100)
     assert "tok:none" in score(references, references, tokenized=True)["signature"]
     assert "tok:13a" in score(references, references, tokenized=False)["signature"]
-
-
-def write_raw(folder, splits, lines):
-    """Writes a raw corpus, with the same lines, by suffix, in every split."""
-    folder.mkdir(parents=True)
-    for split, (suffix, own) in itertools.product(splits, lines.items()):
-        content = "".join(f"{line}\n" for line in own).encode()
-        (folder / f"{split}.{suffix}.gz").write_bytes(gzip.compress(content, mtime=0))
-
-
-@pytest.fixture
-def raw(tmp_path):
-    """Raw corpora of a few lines."""
-    english = ["Where is it?", "I know.", "Why did you ask that?", "What a day!", "whatever?"]
-    french = ["Où est-ce ?", "Je sais.", "Pourquoi as-tu demandé ça ?", "Quelle journée !", "bof ?"]
-    lines = {"en": english, "fr": french}
-    write_raw(tmp_path / "tatoeba-eng-fra", ("train", "valid", "test"), lines)
-    return tmp_path
-
-
-def test_a_mean_with_a_checkpoint_of_an_interruption_is_refused(results):
-    runs = importlib.import_module("reproduction.runs")
-    config = results.RECIPES["multi30k-en-de"].config()
-    every = config.train.checkpoint_every
-    runs._require_regular([every, 2 * every, 2 * every + 1], Path("run"), config)
-    with pytest.raises(UserError, match=f"^run was interrupted after {every + 1} steps"):
-        runs._require_regular([every, every + 1, 2 * every], Path("run"), config)

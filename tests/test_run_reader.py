@@ -7,7 +7,6 @@ import pytest
 
 from flaxformer_mt import Run
 from flaxformer_mt.config import (
-    CorpusConfig,
     DataConfig,
     ExperimentConfig,
     OptimizerConfig,
@@ -15,7 +14,6 @@ from flaxformer_mt.config import (
     TrainConfig,
     TransformerConfig,
 )
-from flaxformer_mt.config.experiment import with_changes
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.run_reader import CheckpointScore, CheckpointScores, MetricRows
 
@@ -46,12 +44,6 @@ def test_metrics_are_rows_and_a_data_frame(trained_run):
     assert list(frame["split"]) == [row["split"] for row in run.metrics]
     assert np.isnan(frame["perplexity"][0])
     assert frame["perplexity"].iloc[-1] == run.metrics[-1]["perplexity"]
-
-
-def test_a_data_frame_needs_pandas(trained_run, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(UserError, match="a data frame needs pandas: pip install pandas"):
-        Run(trained_run).metrics.frame()
 
 
 def test_what_a_notebook_shows(trained_run, monkeypatch):
@@ -96,19 +88,6 @@ def test_curves_of_several_runs(trained_run):
         run.model("bset")
 
 
-@pytest.mark.slow
-def test_the_own_text_of_a_run_is_evaluated(trained_run):
-    run = Run(trained_run)
-    texts = run.texts("valid")
-    assert texts.name == "generated phrases/valid"
-    sentences = texts.sources[:2]
-    translations = run.translator().translate(sentences)
-    metrics = run.evaluate(sentences, translations, metrics={"count": lambda s, h, r: len(h)})
-    assert (metrics["chrf"], metrics["count"]) == (pytest.approx(100), 2)
-    with pytest.raises(UserError, match="give sources together with references"):
-        run.evaluate(sentences)
-
-
 def test_the_configuration_of_fine_tuning(trained_run):
     config = Run(trained_run).fine_tuning_config(
         data={"path": "mine.tsv"}, train={"num_steps": 7}, optimizer={"learning_rate": 1e-5}
@@ -116,23 +95,6 @@ def test_the_configuration_of_fine_tuning(trained_run):
     assert config.train.init_from == str(trained_run)
     assert (config.train.num_steps, config.data.path) == (7, "mine.tsv")
     assert config.model == Run(trained_run).config.model
-
-
-def test_fine_tuning_has_the_own_vocabulary_and_the_given_text(trained_run, monkeypatch):
-    run, corpora = Run(trained_run), (CorpusConfig(path="elsewhere"),)
-    data = {"tokenizer_path": "moved", "train_corpora": corpora, "valid_corpora": corpora}
-    monkeypatch.setattr(Run, "config", with_changes(run.config, {"data": data}))
-    config = run.fine_tuning_config(data={"path": "mine.tsv"})
-    assert config.data.tokenizer_path == ""
-    assert config.data.train_corpora == config.data.valid_corpora == ()
-    assert run.fine_tuning_config().data.train_corpora == corpora
-    generated = with_changes(run.config, {"data": {"corpus": "phrases"}})
-    monkeypatch.setattr(Run, "config", generated)
-    assert run.fine_tuning_config(data={"path": "mine.tsv"}).data.corpus == "text"
-    given = run.fine_tuning_config(data={"path": "mine.tsv", "corpus": "csv"})
-    assert given.data.corpus == "csv"
-    assert run.fine_tuning_config().data.corpus == "phrases"
-    assert run.fine_tuning_config(data={"tokenizer_path": "other"}).data.tokenizer_path == "other"
 
 
 def test_a_folder_without_a_run(tmp_path):

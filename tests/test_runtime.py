@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from flaxformer_mt import distributed
-from flaxformer_mt.runtime import cache_folder, set_xla_flags, use_compilation_cache
+from flaxformer_mt.runtime import set_xla_flags, use_compilation_cache
 
 
 def test_the_users_flags_take_precedence_and_unknown_ones_are_omitted():
@@ -43,14 +43,6 @@ def test_jax_starts_with_the_settings(tmp_path, chosen):
         folder = tmp_path / chosen if chosen else tmp_path / "flaxformer_mt"
         assert written
         assert all(path.is_relative_to(folder) for path in written)
-
-
-def test_kinds_of_machines_do_not_share_programs(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    here = cache_folder()
-    assert here.is_relative_to(tmp_path)
-    monkeypatch.setattr("flaxformer_mt.runtime._processor_features", lambda: "other")
-    assert cache_folder() != here
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import sys
 from rich.console import Console
 from rich.live import Live
 
-from flaxformer_mt.cli import main
 from flaxformer_mt.standard_output import BestEffortOutput
 
 
@@ -32,14 +31,3 @@ def test_a_closed_terminal_below_a_status_line_is_reported_once(capsys, monkeypa
         live.refresh()
         print("another")
     assert capsys.readouterr().err.count("Input/output error): training goes on") == 1
-
-
-def test_a_table_is_escaped_where_the_output_is_ascii(monkeypatch, tmp_path):
-    (tmp_path / "a.de").write_text("der Hund bellt laut\n" * 3)
-    written = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
-    path = str(tmp_path / "a.de")
-    arguments = ["--hypothesis", path, "--reference", path, "--resamples", "10", "--confidence"]
-    assert main(["evaluate", *arguments, "--format", "table"]) == 0
-    assert b"100" in written.getvalue()
-    assert b"\\xb1" in written.getvalue()

@@ -56,12 +56,6 @@ def test_seq2seq_acc_is_that_of_padded_batches(sentences):
     assert expected > right / tokens
 
 
-def test_batches_of_seq2seq_acc_weigh_as_many_as_their_sentences():
-    targets = [[1] * 20] * 64 + [[1] * 2] * 64
-    predictions = [[2] * 20] * 64 + [[1] * 2] * 64
-    assert seq2seq_acc(predictions, targets, [9] * 64 + [5] * 64) == 0.5
-
-
 def test_teacher_forced_bleu_is_that_of_tokens(sentences):
     predictions, targets, _ = sentences
     words = [

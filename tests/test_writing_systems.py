@@ -41,10 +41,3 @@ def test_segmented_text_is_spaceless_with_words():
     text = "これ は ペン です 。"
     assert is_spaceless(text)
     assert not is_unsegmented(text)
-
-
-def test_words_beside_words_without_spaces_are_counted():
-    assert count_words("我们今天去了 New York") == 5
-    assert count_words("iPhone很好") == 2
-    assert not is_boundary("a", "b")
-    assert is_boundary("a", "。")

@@ -94,23 +94,6 @@ def batched(per_row, seeds=None, prefix_length=2):
     )
 
 
-def find_with_staggered_starts(world, rows, options):
-    """Like `find`, but each row starts two steps after the previous one."""
-    newcomers = begin(world, rows, options)
-    together = begin(world, rows._replace(max_lengths=np.zeros_like(rows.max_lengths)), options)
-    for row in np.eye(B, dtype=bool):
-        together = jax.tree.map(
-            lambda old, new, row=row: np.where(row.reshape(B, *[1] * (old.ndim - 1)), new, old),
-            together,
-            newcomers,
-        )
-        for _ in range(2):
-            together = advance(options, together)
-    while active(together).any():
-        together = advance(options, together)
-    return results(together, options)
-
-
 # What Hypothesis draws: worlds, options and constraints.
 seeds = st.integers(0, 2**32 - 1)
 ends = st.floats(-4, 4)

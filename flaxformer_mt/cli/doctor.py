@@ -38,7 +38,9 @@ def doctor(
       megabytes: Size of the array that is added up. Default: 256, and 4 on CPUs.
     """
     from flaxformer_mt import cluster_checks, distributed
+    from flaxformer_mt.urls import require_local
 
+    require_local(workdir)
     distributed.initialize(coordinator, num_processes, process_id, cluster)
     checks = cluster_checks.check_all(workdir, megabytes)
     if distributed.is_main():

@@ -1,44 +1,16 @@
 """Parameters on their way into decoding: checked, on one device, with matrices rounded."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax.traverse_util import flatten_dict
 from jax.sharding import NamedSharding, PartitionSpec
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.memory_limits import LESS_ON_DEVICE, explained_exhaustion
-from flaxformer_mt.model.functional import parameter_shapes
-
-
-def require_params(config: TransformerConfig, params: Any, name: str = "params") -> None:
-    """Raises UserError unless a tree has all parameters of a model, in their shapes.
-
-    Further leaves are allowed. `name` says where the tree comes from.
-    """
-    if not isinstance(params, Mapping):
-        raise UserError(
-            f"{name}: not a model, which is nested dicts of arrays, but {type(params).__name__}"
-        )
-    expected, found = parameter_shapes(config), flatten_dict(params, sep="/")
-    missing = [path for path in expected if path not in found]
-    if missing:
-        others = f" and {len(missing) - 1} others are" if len(missing) > 1 else " is"
-        hint = '; give its entry "params"' if "params" in params else ""
-        raise UserError(
-            f"{name}: not the parameters of this model: {missing[0]}{others} missing; found "
-            f"{', '.join(sorted(map(str, params))) or 'nothing'}{hint}"
-        )
-    for path, shape in expected.items():
-        if found[path].shape != shape:
-            raise UserError(
-                f"{name}: not the parameters of this model: {path} has the shape "
-                f"{found[path].shape}, the model's configuration {shape}"
-            )
+from flaxformer_mt.model.functional import require_params
 
 
 def on_one_device(params: Any) -> Any:

@@ -53,8 +53,8 @@ class Validation:
             split: evaluation_batches(evaluated.tokens, config, row_shards(mesh), own_shard(mesh))
             for split, evaluated in dataset.evaluation_sets.items()
         }
-        placed = itertools.chain.from_iterable(self._batches.values())
-        shapes = {str(jax.tree.map(np.shape, batch)) for batch in placed}
+        batches = itertools.chain.from_iterable(self._batches.values())
+        shapes = {str(jax.tree.map(np.shape, batch)) for batch in batches}
         self._eval_step = devices.compile_eval_step(
             functools.partial(eval_step, model=Transformer(config.model), config=config.train),
             len(shapes),

@@ -108,21 +108,18 @@ def write(
       settings: configuration fields without which a file cannot be read.
 
     Returns:
-      A note if they differ by more than `TOLERANCE`, as they do with quantized weights, or if the
-      export cannot be read again and thus gets no certificate.
+      A note if they differ by more than `TOLERANCE`, as they do with quantized weights.
 
     Raises:
-      UserError: the certificate cannot be written.
+      UserError: the export cannot be read, or the certificate cannot be written.
     """
     config, params = model.config, model.params
     if not config.target_vocab_size:
         return ()
     tokens = _example(config)
     ours = _compute(config, params, tokens)
-    try:
+    with prefixed("the export cannot be read again (--no-certificate keeps it all the same): "):
         theirs = _compute_export(family, export, settings, tokens)
-    except UserError as error:
-        return (f"there is no certificate, as the export cannot be read again: {error}",)
     rows: list[dict[str, Any]] = [
         {"site": site, "shape": value.shape} | _difference(ours[site], value)
         for site, value in theirs.items()

@@ -94,15 +94,20 @@ def convert(
     if target.suffix in FILE_SUFFIXES:
         if vocabulary != _UNCHANGED:
             raise UserError(f"{target}: the vocabulary is changed in folders, which hold it")
-        found, written, notes = _convert_to_file(
-            source_family, target_family, source, target, overrides, accepted
-        )
-        if certified and target_family != OWN:
-            # Sizes that are 0 follow from others.
-            sizes = ("head_dim", "value_dim", "num_kv_heads")
-            fields = dataclasses.asdict(written.config).items()
-            settings = {name: value for name, value in fields if value or name not in sizes}
-            notes += certificate.write(found, source, target_family, target, settings)
+        if source.exists() and target.exists() and source.samefile(target):
+            raise UserError(f"{target}: the output must not be the input")
+        with atomic.new_file(target) as partial:
+            found, written, notes = _convert_to_file(
+                source_family, target_family, source, partial, overrides, accepted
+            )
+            if certified and target_family != OWN:
+                # Sizes that are 0 follow from others.
+                sizes = ("head_dim", "value_dim", "num_kv_heads")
+                fields = dataclasses.asdict(written.config).items()
+                settings = {name: value for name, value in fields if value or name not in sizes}
+                notes += certificate.write(found, source, target_family, partial, settings)
+                if certificate.path_of(partial).is_file():
+                    atomic.rename(certificate.path_of(partial), certificate.path_of(target))
         return notes
     if target_family not in (OWN, *WRITERS):
         raise UserError(f"{target}: use the suffix .safetensors or .pt")
@@ -160,8 +165,6 @@ def _convert_to_file(
     accepted: Collection[str],
 ) -> tuple[TrainingState, TrainingState, Notes]:
     """Returns the model that was read, that which was written, and the notes."""
-    if source.exists() and target.exists() and source.samefile(target):
-        raise UserError(f"{target}: the output must not be the input")
     notes: Notes = ()
     if source.is_dir() or source_family not in (OWN, *FAMILIES):
         bundle, notes = bundles.read_bundle(source_family, source, overrides)

@@ -105,7 +105,10 @@ class Store:
                 found = {self._root: self._files.info(self._root)}
             else:
                 found = self._files.find(self._root, detail=True)
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            # The client says this of servers that cannot be reached, too.
+            if error.__cause__ and not isinstance(error.__cause__, FileNotFoundError):
+                raise error.__cause__ from None
             return {}
         names = {path: self._name(path) for path, info in found.items() if info["type"] == "file"}
         return {

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import jax
 import numpy as np
@@ -35,6 +35,9 @@ from flaxformer_mt.training.sharding import (
 )
 
 Tree = TypeVar("Tree")
+State = TypeVar("State")
+Output = TypeVar("Output")
+Result = TypeVar("Result")
 Rules: TypeAlias = tuple[ShardingRule, ...]
 
 
@@ -116,10 +119,11 @@ def place(tree: Tree, mesh: Mesh, rules: Rules = ()) -> Tree:
             whole.shape, sharding, lambda index: np.array(whole[index])
         )
 
-    return buffers.owned(jax.tree.map(copy, tree, shardings(tree, mesh, rules)))
+    wanted = shardings(tree, mesh, rules)
+    return buffers.owned(jax.tree.map(copy, tree, wanted))
 
 
-class CompiledStep:
+class CompiledStep(Generic[State, Result]):
     """A step that is compiled when it is first called, and then for each new shape of its batch.
 
     `step` maps (state, batch) to anything, and `transform` (step, state) to the jitted step, for
@@ -153,7 +157,7 @@ class CompiledStep:
         self._jitted: Any = None
         self._running: Any = None
 
-    def __call__(self, state: Any, batch: Any) -> Any:
+    def __call__(self, state: State, batch: Any) -> Result:
         """Starts the step, and waits for the step before it.
 
         So the devices always have work, and at most two steps are in flight: many would need the
@@ -217,14 +221,14 @@ class CompiledStep:
 
 
 def compile_step(
-    update: Callable[[Any, Any, Array, Any], tuple[Any, Any]],
+    update: Callable[[State, Any, Array, Any], tuple[State, Output]],
     mesh: Mesh,
     *,
     seed: int = 0,
     frozen: Any = None,
     rules: Rules = (),
     max_shapes: int = 0,
-) -> CompiledStep:
+) -> CompiledStep[State, tuple[State, Output]]:
     """Compiles a training step for the devices of a mesh.
 
         def update(state, batch, key, frozen):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import gzip
-import logging
 
 import numpy as np
 import pytest
@@ -118,16 +117,6 @@ def test_links_survive_filters_hold_out_duplicates_and_packing(tmp_path, name):
     check_batches(TrainingStream(opened(tmp_path, config)[0], config), tokenizers, 1)
 
 
-def test_buckets_have_links(tmp_path):
-    pairs = list(number_pairs(300))
-    path = write(tmp_path / "text", pairs, [links_of(source) for source, _ in pairs])
-    config = configuration(tmp_path / "text", path, batching="buckets", bucket_lengths=(16, 64))
-    stores, tokenizers = opened(tmp_path, config)
-    stream = TrainingStream(stores, config)
-    assert len(stream.shapes) > 1
-    check_batches(stream, tokenizers, 3)
-
-
 def test_links_of_truncated_tokens_are_left_out(tmp_path):
     pairs = list(number_pairs(100))
     path = write(tmp_path / "text", pairs, [links_of(source) for source, _ in pairs])
@@ -141,29 +130,6 @@ def test_links_of_truncated_tokens_are_left_out(tmp_path):
     ends = batch.encoder_input_tokens == config.model.eos_id
     assert not batch.alignment[np.broadcast_to(ends[:, None], batch.alignment.shape)].any()
     assert not batch.alignment[batch.decoder_target_tokens == config.model.eos_id].any()
-
-
-def test_without_alignments_batches_and_stores_have_none(tmp_path):
-    pairs = list(number_pairs(50))
-    write(tmp_path / "text", pairs, [""])
-    config = configuration(tmp_path / "text", "")
-    stores, _ = opened(tmp_path, config)
-    assert stores[0].links is None
-    batch, _ = TrainingStream(stores, config).read(DataPosition())
-    assert batch.alignment is None
-    assert not [*(tmp_path / "cache").rglob("links.*")]
-
-
-def test_changed_links_make_the_store_again(tmp_path, caplog):
-    pairs = [("one two", "eno owt")]
-    folder = tmp_path / "text"
-    path = write(folder, pairs, ["0-1 1-0"])
-    (before,), _ = opened(tmp_path, configuration(folder, path))
-    assert not caplog.records
-    path.write_text("0-0\n")
-    (after,), _ = opened(tmp_path, configuration(folder, path))
-    assert "the text changed" in caplog.text
-    assert len(before.links.tokens) > len(after.links.tokens) > 0
 
 
 @pytest.mark.parametrize(
@@ -182,20 +148,6 @@ def test_an_alignment_file_that_does_not_fit_is_refused(tmp_path, lines, error):
     config = configuration(tmp_path / "text", path)
     with pytest.raises(UserError, match=error):
         opened(tmp_path, config)
-
-
-def test_a_vocabulary_with_other_words_than_the_text_gives_no_links(tmp_path, caplog):
-    # U+2581 is a space for vocabularies.
-    pairs = [("one two", "eno owt"), ("one a\u2581b", "eno")]
-    path = write(tmp_path / "text", pairs, ["0-1 1-0", "0-0"])
-    with caplog.at_level(logging.WARNING):
-        (store,), _ = opened(tmp_path, configuration(tmp_path / "text", path))
-    assert "1 of 2 pairs have no links" in caplog.text
-    assert "train.align, line 2" in caplog.text
-    assert store.links.lengths.tolist()[1] == 0
-    path = write(tmp_path / "text", pairs[1:], ["0-0"])
-    with pytest.raises(UserError, match="1 of 1 pairs have no links"):
-        opened(tmp_path, configuration(tmp_path / "text", path))
 
 
 def test_options_that_alignments_cannot_be_used_with(tmp_path):

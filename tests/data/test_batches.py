@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from flaxformer_mt.config import DataConfig, ExperimentConfig, TrainConfig, TransformerConfig
-from flaxformer_mt.data.stream import batches as batches_module
 from flaxformer_mt.data.stream.batches import (
     BatchShape,
     Shard,
@@ -46,50 +45,12 @@ def test_literal_batch():
         assert array.dtype == (np.float32 if name == "decoder_loss_weights" else np.int32), name
 
 
-def test_shards_are_parts_of_the_batch():
-    sides = Sentences.from_lists(SOURCES), Sentences.from_lists(TARGETS)
-    shape = BatchShape(4, 6, 7)
-    whole = make_batch(TokenPairs(*sides), [[1], [0]], shape, MODEL)
-    second = make_batch(TokenPairs(*sides), [[1], [0]], shape, MODEL, Shard(1, 4))
-    assert second.encoder_input_tokens.tolist() == whole.encoder_input_tokens[1:2].tolist()
-    with pytest.raises(ValueError, match="4 rows cannot be divided evenly among 3 processes"):
-        make_batch(TokenPairs(*sides), [[1], [0]], shape, MODEL, Shard(1, 3))
-
-
 def test_evaluation_batches_contain_every_pair_once_in_one_shape():
     random = np.random.default_rng(0)
     corpus = pairs_of_lengths(random.integers(2, 10, (50, 2)))
     batches = evaluation_batches(corpus, CONFIG)
     assert sorted(pair for batch in batches for pair in pairs_in(batch)) == all_pairs(corpus)
     assert {shape_of(batch) for batch in batches} == {packed_shape(CONFIG)}
-
-
-def test_evaluation_batches_are_no_larger_than_microbatches():
-    train = dataclasses.replace(CONFIG.train, accumulation_steps=2)
-    corpus = encoded([[5, 5, 5, 2]] * 10, [[6, 6, 6, 6, 2]] * 10)
-    batches = evaluation_batches(corpus, dataclasses.replace(CONFIG, train=train))
-    assert {shape_of(batch).rows for batch in batches} == {packed_shape(CONFIG).rows // 2}
-    assert sorted(pair for batch in batches for pair in pairs_in(batch)) == all_pairs(corpus)
-
-
-@pytest.mark.parametrize(("row_shards", "rows"), [(1, 2), (2, 4)])
-def test_evaluation_batches_of_large_vocabularies_have_fewer_rows(monkeypatch, row_shards, rows):
-    model = dataclasses.replace(CONFIG.model, source_vocab_size=100, target_vocab_size=100)
-    corpus = encoded([[5, 5, 5, 2]] * 10, [[6, 6, 6, 6, 2]] * 10)
-    monkeypatch.setattr(batches_module, "MAX_LOGITS", 2 * packed_shape(CONFIG).target_length * 100)
-    batches = evaluation_batches(corpus, dataclasses.replace(CONFIG, model=model), row_shards)
-    assert {shape_of(batch).rows for batch in batches} == {rows}
-    assert sorted(pair for batch in batches for pair in pairs_in(batch)) == all_pairs(corpus)
-
-
-def test_last_evaluation_batch_is_padded_with_empty_rows():
-    # Five rows of two pairs each.
-    corpus = encoded([[5, 5, 5, 2]] * 10, [[6, 6, 6, 6, 2]] * 10)
-    batches = evaluation_batches(corpus, CONFIG)
-    assert [batch.decoder_loss_weights.sum(axis=1).tolist() for batch in batches] == [
-        [10, 10, 10, 10],
-        [10, 0, 0, 0],
-    ]
 
 
 def test_evaluation_does_not_truncate_long_pairs():
@@ -149,16 +110,3 @@ def test_language_model_batches_have_no_encoder_side():
         assert batch.encoder_segment_ids is None
         assert batch.encoder_positions is None
         assert 0 < batch.decoder_loss_weights.mean() < 1
-
-
-def test_packed_shape_follows_the_configuration():
-    data = DataConfig(source_row_length=30, target_row_length=40)
-    train = TrainConfig(batch_tokens=400)
-    assert packed_shape(ExperimentConfig(data=data, train=train)) == BatchShape(10, 30, 40)
-    data = dataclasses.replace(data, batching="buckets", bucket_lengths=(10, 20))
-    assert packed_shape(ExperimentConfig(data=data, train=train)) == BatchShape(20, 20, 20)
-
-
-def test_batches_of_long_rows_have_at_least_one_row_per_device():
-    batches = evaluation_batches(pairs_of_lengths([(64, 64)]), CONFIG, row_shards=4)
-    assert [shape_of(batch) for batch in batches] == [BatchShape(4, 64, 64)]

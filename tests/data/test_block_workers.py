@@ -19,12 +19,11 @@ from flaxformer_mt.config import DataConfig, ExperimentConfig, TrainConfig
 from flaxformer_mt.data.corpora.corpus import load_corpus
 from flaxformer_mt.data.stream import block_workers
 from flaxformer_mt.data.stream.batches import DataPosition, Shard
-from flaxformer_mt.data.stream.block_workers import BlockWorkers, default_workers
+from flaxformer_mt.data.stream.block_workers import default_workers
 from flaxformer_mt.data.stream.encoded_corpus import encode_corpus
 from flaxformer_mt.data.stream.packing import Sentences, TokenPairs
 from flaxformer_mt.data.stream.training_stream import TrainingStream
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
-from flaxformer_mt.errors import UserError
 
 DATA = DataConfig(source_row_length=24, target_row_length=24, bucket_lengths=(12, 24))
 PHRASES = DataConfig(corpus="phrases", generated_pairs=600, vocab_size=500)
@@ -40,7 +39,7 @@ def phrases(kind="bpe"):
     texts = Sentences.from_texts(text.sources)
 
     def repeated(count, weight):
-        pairs = TokenPairs(corpus.sources, corpus.targets, texts=texts)
+        pairs = TokenPairs(corpus.sources, corpus.targets, {"text": texts})
         pairs = pairs.take(np.arange(count) % len(texts))
         return dataclasses.replace(corpus, **vars(pairs), weight=weight)
 
@@ -76,81 +75,21 @@ def read(stream, count, position=DataPosition(), shard=Shard()):  # noqa: B008
 def test_batches_are_the_same_with_any_number_of_workers(kind, data):
     """Across blocks and epochs, and resumed in the middle by another number of workers."""
     expected = read(stream_of(0, kind, **data), 100)
-    chex.assert_trees_all_equal(read(stream_of(1, kind, **data), 61), expected[:61])
+    chex.assert_trees_all_equal(read(stream_of(2, kind, **data), 61), expected[:61])
     _, position = expected[60]
-    chex.assert_trees_all_equal(read(stream_of(3, kind, **data), 39, position), expected[61:])
+    chex.assert_trees_all_equal(read(stream_of(1, kind, **data), 39, position), expected[61:])
     after = expected[-1][1]
     assert max(after.streams or [(after.epoch, after.block)])[:2] > (0, 0)
 
 
-@pytest.mark.slow
-def test_a_worker_makes_the_rows_of_its_process_only(monkeypatch):
-    places = []
-    submit = BlockWorkers.submit
-
-    def note(workers, *place):
-        places.append(place)
-        return submit(workers, *place)
-
-    monkeypatch.setattr(BlockWorkers, "submit", note)
-    whole, half = (read(stream_of(workers), 9, shard=Shard(0, workers + 1)) for workers in (0, 1))
-    assert {stream for _, stream, _ in places} == {0, 1}
-    for (batch, _), (part, _) in zip(whole, half, strict=True):
-        chex.assert_trees_all_equal(part.decoder_target_tokens, batch.decoder_target_tokens[:128])
-
-
-@pytest.mark.slow
-def test_mapped_corpora_are_mapped_by_workers(tmp_path):
-    corpora = []
-    for number, corpus in enumerate(phrases()[1]):
-        sides = {}
-        for name in ("sources", "targets"):
-            side = getattr(corpus, name)
-            path = tmp_path / f"{number}.{name}"
-            side.tokens.astype(np.uint16).tofile(path)
-            sides[name] = Sentences(np.asarray(np.memmap(path, np.uint16, "r")), side.offsets)
-        corpora.append(dataclasses.replace(corpus, **sides))
-    expected = read(stream_of(0), 5)
-    stream = stream_of(1, corpora=corpora)
-    with block_workers._file_with(stream._arguments[0]) as file:
-        size = file.seek(0, os.SEEK_END)
-    tokens = sum(len(corpus.sources.tokens) + len(corpus.targets.tokens) for corpus in corpora)
-    texts = sum(corpus.texts.tokens.nbytes for corpus in corpora)
-    offsets = 8 * 3 * 23_000
-    assert texts + offsets < size < texts + offsets + tokens
-    chex.assert_trees_all_equal(read(stream, 5), expected)
-
-
-@pytest.mark.slow
-def test_files_that_are_gone_are_not_needed(tmp_path):
-    """`fmt.packed` without a cache removes the files that it has mapped."""
-    corpora = list(phrases()[1])
-    path = tmp_path / "tokens"
-    corpora[0].targets.tokens.astype(np.uint16).tofile(path)
-    mapped = Sentences(np.asarray(np.memmap(path, np.uint16, "r")), corpora[0].targets.offsets)
-    corpora[0] = dataclasses.replace(corpora[0], targets=mapped)
-    path.unlink()
-    chex.assert_trees_all_equal(read(stream_of(1, corpora=corpora), 5), read(stream_of(0), 5))
-
-
 def test_errors_of_workers_arrive():
-    stream = stream_of(2, subword_sampling=0.1)
+    stream = stream_of(1, subword_sampling=0.1)
     stream._arguments = (*stream._arguments[:-1], None)
     with pytest.raises(ValueError, match="needs a vocabulary to sample from") as error:
         read(stream, 1)
     (note,) = error.value.__notes__
     assert note.startswith("In a worker process (data.workers):\nTraceback")
     assert "_resample" in note
-
-
-class Unpicklable(UserError):
-    def __init__(self, one, two):
-        super().__init__(f"{one} and {two}")
-
-
-def test_errors_that_cannot_be_pickled_arrive():
-    error = block_workers._sent(Unpicklable("this", "that"))
-    assert str(error) == "Unpicklable: this and that"
 
 
 def children(parent):
@@ -173,9 +112,7 @@ def wait_until(condition):
         time.sleep(0.05)
 
 
-@pytest.mark.slow_except("2")
-@pytest.mark.parametrize("killed", [1, 2])
-def test_batches_go_on_when_workers_are_killed(killed, caplog):
+def test_batches_go_on_when_workers_are_killed(caplog):
     expected = read(stream_of(0, subword_sampling=0.2), 40)
     found = []
     with (
@@ -183,7 +120,7 @@ def test_batches_go_on_when_workers_are_killed(killed, caplog):
         stream_of(2, subword_sampling=0.2).prefetched(Shard(), lambda b: b, DataPosition()) as it,
     ):
         found += [next(it) for _ in range(5)]
-        for worker in children(os.getpid())[:killed]:
+        for worker in children(os.getpid()):
             os.kill(worker, signal.SIGKILL)
         found += [next(it) for _ in range(35)]
     chex.assert_trees_all_equal(found, expected)
@@ -191,6 +128,7 @@ def test_batches_go_on_when_workers_are_killed(killed, caplog):
     assert not children(os.getpid())
 
 
+@pytest.mark.slow_except("KILL")
 @pytest.mark.parametrize("advice", ["CONT", "KILL"])
 def test_a_worker_that_is_stopped_is_named_and_its_advice_helps(advice, monkeypatch):
     expected = read(stream_of(0, subword_sampling=0.2), 100)
@@ -250,7 +188,7 @@ SCRIPT = """
 
 
 @pytest.mark.slow_except("SIGKILL")
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGINT"])
 def test_no_worker_outlives_the_process(name):
     script = "\n".join(line.strip() for line in SCRIPT.splitlines()).replace("pass", "    pass")
     command = [sys.executable, "-c", script]
@@ -271,14 +209,6 @@ def test_no_worker_outlives_the_process(name):
     wait_until(lambda: not any(map(is_running, workers)))
     # One traceback at most: that of the process itself.
     assert errors.count("Traceback") == (name == "SIGINT")
-
-
-def test_workers_import_neither_jax_nor_tensorflow():
-    check = "import sys, flaxformer_mt.data.stream.block_workers; print(*sys.modules)"
-    printed = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True).stdout
-    modules = printed.split()
-    assert "flaxformer_mt.data.stream.blocks" in modules
-    assert not {"jax", "flax", "optax", "tensorflow", "torch", "transformers"} & {*modules}
 
 
 def test_the_default(monkeypatch):

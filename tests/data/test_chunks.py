@@ -92,15 +92,6 @@ def test_what_is_not_wanted_is_not_even_decoded(tmp_path, monkeypatch):
         [*corpus.chunks(25)]
 
 
-def test_sides_that_do_not_match_are_refused_whatever_is_wanted(tmp_path):
-    (tmp_path / "a.en").write_text("x\n" * 30)
-    (tmp_path / "a.de").write_text("x\n" * 29)
-    data = DataConfig(path=str(tmp_path / "a"), source_language="en", target_language="de")
-    (corpus,) = open_corpora(data, "train")
-    with pytest.raises(UserError, match=r"a\.en has 30 lines but .*a\.de has 29"):
-        [*corpus.chunks(7, lambda number: False)]
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_held_out_pairs_are_left_out_of_chunks(seed, tmp_path, monkeypatch):
     monkeypatch.setattr(text_files, "_BLOCK_BYTES", 30)

@@ -1,14 +1,12 @@
 import dataclasses
 
 import numpy as np
-import pytest
 
 from flaxformer_mt.config import DataConfig, TransformerConfig
 from flaxformer_mt.data.corpora.corpus import ParallelCorpus
 from flaxformer_mt.data.corpora.rows import Dropped
 from flaxformer_mt.data.stream.encoded_corpus import CorpusReport, SideReport, encode_corpus
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
-from flaxformer_mt.errors import UserError
 
 # One digit, one piece.
 CORPUS = ParallelCorpus(
@@ -28,15 +26,6 @@ def texts(sentences):
     return TOKENIZERS.source.decode(stored)
 
 
-def test_every_pair_is_kept_whatever_its_length():
-    encoded = encode_corpus(CORPUS, TOKENIZERS, MODEL)
-    assert texts(encoded.sources) == ["1 2", "", "1 2 3 4 5", "7", ""]
-    assert texts(encoded.targets) == CORPUS.targets
-    np.testing.assert_array_equal(encoded.sources.lengths, [3, 1, 6, 2, 1])
-    assert encoded.name == "digits"
-    assert encoded.texts is None
-
-
 def test_the_report_describes_both_sides():
     report = encode_corpus(CORPUS, TOKENIZERS, MODEL).report
     assert report.pairs == report.kept == 5
@@ -50,12 +39,6 @@ def test_a_language_model_has_targets_only():
     assert encoded.sources is None
     assert texts(encoded.targets) == CORPUS.targets
     assert str(encoded.report) == "5 pairs; 14 target tokens, 0.00% unknown"
-
-
-def test_the_first_unknown_word_is_kept():
-    words = Tokenizers.train([CORPUS], DataConfig(tokenizer="word"))
-    report = encode_corpus(ParallelCorpus(["1 2 x y"], ["1"], "letters"), words, MODEL).report
-    assert (report.sources.unknown_tokens, report.sources.unknown_example) == (2, "x")
 
 
 def test_unknown_tokens_are_counted_and_the_first_character_is_kept():
@@ -101,9 +84,3 @@ def test_reports_describe_the_pairs_that_fit_into_rows():
     cut = dataclasses.replace(REPORT, truncated=30)
     assert cut.kept == 980
     assert str(cut).startswith("980 of 1,000 pairs kept (20 empty side dropped, 30 truncated); ")
-
-
-def test_special_ids_must_match_the_tokenizer():
-    with pytest.raises(UserError, match=r"model\.pad_id=5, but the tokenizer has pad_id=0"):
-        encode_corpus(CORPUS, TOKENIZERS, TransformerConfig(pad_id=5))
-    encode_corpus(CORPUS, TOKENIZERS, TransformerConfig(bos_id=-1))

@@ -5,7 +5,6 @@ from flaxformer_mt.data.corpora.corpus import ParallelCorpus
 from flaxformer_mt.data.corpora.filters import (
     PairFilter,
     is_mostly_in,
-    pair_hash,
     script_words,
 )
 from flaxformer_mt.data.corpora.rows import Dropped
@@ -31,23 +30,15 @@ def run_filter(corpus, *, has_inputs=True, **options):
     [
         ({}, "a", "b", None),
         ({}, "a", " \u2003 ", "empty side"),
-        ({}, "", "b", "empty side"),
-        ({"max_words": 3}, "a b c", "a  b c ", None),
         ({"max_words": 3}, "a", "a b c d", "more than 3 words"),
-        ({"max_length_ratio": 2.0}, "a b", "a b c d", None),
         ({"max_length_ratio": 2.0}, "a b c", "a", "length ratio above 2"),
-        ({"max_length_ratio": 1.5}, "a", "a b", "length ratio above 1.5"),
         ({"max_words": 3}, "a b c", "これはペンです。", "more than 3 words"),
-        ({"max_words": 5}, "a b c", "これはペンです。", None),
         ({"max_length_ratio": 2.0}, "this is a good pen", "これはとても良いペンです。", None),
         ({"max_length_ratio": 2.0}, "this is", "ฉันรักกาแฟมากมายเหลือเกินทุกวัน", "length ratio above 2"),
         ({"drop_identical": True}, "Berlin", "Berlin!", None),
         ({"drop_identical": True}, "Berlin", " Berlin", "identical sides"),
-        ({"drop_identical": False}, "Berlin", "Berlin", None),
-        ({"drop_wrong_script": True}, "2007 + 1", "2007 + 1", None),
         ({"drop_wrong_script": True}, "Moscow (Москва)", "Moskau (Москва)", None),
         ({"drop_wrong_script": True}, "Moscow", "Москва", "wrong script"),
-        ({"drop_wrong_script": True}, "東京", "Tokio", "wrong script"),
     ],
 )
 def test_one_pair(options, source, target, reason):
@@ -66,12 +57,6 @@ def test_reasons_are_counted_with_their_first_example():
     }
 
 
-def test_a_pair_is_dropped_for_one_reason():
-    corpus = corpus_of(*[("a a a a", "a a a a")] * 2)
-    _, chosen = run_filter(corpus, max_words=3, drop_identical=True)
-    assert {reason: one.count for reason, one in chosen.dropped.items()} == {"more than 3 words": 2}
-
-
 def test_a_tag_is_not_text():
     corpus = corpus_of(
         ("<2de> <news> ", "b"), ("<2de> <news> Berlin", "Berlin"), tag="<2de> <news>"
@@ -82,53 +67,20 @@ def test_a_tag_is_not_text():
     assert chosen.dropped["identical sides"].example == "pair 2: Berlin | Berlin"
 
 
-def test_empty_sources_are_valid_for_a_language_model():
-    corpus = corpus_of(("", "a b"), ("", ""), ("", "a b c"), ("", "ж"))
-    kept, chosen = run_filter(
-        corpus,
-        has_inputs=False,
-        max_words=2,
-        max_length_ratio=1.0,
-        drop_identical=True,
-        drop_wrong_script=True,
-    )
-    assert kept == [("", "a b")]
-    assert list(chosen.dropped) == ["empty side", "more than 2 words", "wrong script"]
-
-
-def test_hashes_of_pairs_keep_their_sides_apart():
-    assert pair_hash("a b", "c") != pair_hash("a", "b c")
-
-
 @pytest.mark.parametrize(
     ("language", "text"),
     [
         ("de", "Häuser ﬁnden"),
-        ("deu", "Größe"),
-        ("pt-BR", "maçã"),
         ("ru", "дома"),
         ("sr", "куће"),
         ("sr_Latn", "kuće"),
-        ("el", "σπίτια"),
         ("zh", "房子"),
-        ("zh_TW", "臺灣"),
         ("ja", "ラーメンを食べる"),
-        ("ja", "ﾗｰﾒﾝﾃﾞｽ"),
-        ("jp", "ラーメン"),
-        ("jpn_Jpan", "時々"),
-        ("zh.tok", "人们"),
-        ("cht", "臺灣"),
-        ("chn", "房子"),
         ("en", "Ｈｅｌｌｏ"),
-        ("uk", "пʼять"),
         ("ko", "집들"),
         ("hi", "मकान"),
         ("ar", "بيوت"),
-        ("he", "בתים"),
         ("th", "บ้าน"),
-        ("ka", "სახლები"),
-        ("am", "ቤቶች"),
-        ("bn", "বাড়ি"),
     ],
 )
 def test_languages_and_their_scripts(language, text):
@@ -152,14 +104,11 @@ GERMAN = "Das kleine Haus steht am Ufer des Flusses."
     [
         (("fr", "de"), FRENCH, GERMAN, True),
         (("fr", "de"), FRENCH, FRENCH, False),
-        (("fr", "de"), GERMAN, GERMAN, False),
         (("fra", "de-AT"), FRENCH, GERMAN, True),
-        (("fra", "de-AT"), GERMAN, FRENCH, False),
         (("fr", "de"), "Oui, merci.", "Oui, merci.", True),  # Too short.
         (("fr", "de"), FRENCH, "12 345 678 901 234 567 890 123 456 789", True),
         (("fr", "xx"), FRENCH, FRENCH, True),  # Unknown.
         (("ja", "zh"), "これはとても大きな家です。", "这是一座非常大的房子。", True),
-        (("jp", "ko"), "これはとても大きな家です。", "これはとても大きな家です。", False),
     ],
 )
 def test_the_filter_of_languages(languages, source, target, is_kept):
@@ -167,14 +116,3 @@ def test_the_filter_of_languages(languages, source, target, is_kept):
     _, chosen = run_filter(pairs, drop_wrong_language=0.7)
     assert list(chosen.dropped) == ([] if is_kept else ["wrong language"])
     assert run_filter(pairs)[0] == [(source, target)]
-
-
-def test_the_filter_of_languages_of_a_language_model_and_tags():
-    assert run_filter(
-        corpus_of(("<fr> " + FRENCH, GERMAN), languages=("fr", "de"), tag="<fr>"),
-        drop_wrong_language=0.7,
-    )[0]
-    for target, is_kept in ((GERMAN, True), (FRENCH, False)):
-        corpus = corpus_of(("", target), languages=("fr", "de"))
-        kept, _ = run_filter(corpus, has_inputs=False, drop_wrong_language=0.7)
-        assert bool(kept) == is_kept

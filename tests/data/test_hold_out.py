@@ -1,18 +1,11 @@
 """Pairs that are held out of the training corpora."""
 
-import dataclasses
-import importlib
-
 import pytest
 
 from flaxformer_mt.config import CorpusConfig, DataConfig, ExperimentConfig
 from flaxformer_mt.data.corpora import hold_out
 from flaxformer_mt.data.corpora.comparison import comparable as all_comparable
-from flaxformer_mt.data.corpora.filters import PairFilter
-from flaxformer_mt.data.dataset import open_all, open_dataset
-from flaxformer_mt.data.run_text import RunText
-from flaxformer_mt.data.sanity_checks import check_not_blank
-from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
+from flaxformer_mt.data.dataset import open_all
 from flaxformer_mt.errors import UserError
 
 ROLES = ("valid", "test")
@@ -40,60 +33,6 @@ def divide(tmp_path, pairs, hold_out=32, **options):
             corpora.items()}, corpora  # fmt: skip
 
 
-def untagged(corpus):
-    tag = f"{corpus.tag} " if corpus.tag else ""
-    return [(source.removeprefix(tag), target) for source, target in corpus.pairs()]
-
-
-def check(corpora, lines, wanted, data):
-    """Checks what is true of every division: numbers, filters, and that no side is shared."""
-    parts = {role: [untagged(corpus) for corpus in corpora[role]] for role in corpora}
-    for number, corpus in enumerate(corpora["train"]):
-        counts = corpus.division()
-        assert counts["lines"] == lines[number] == sum(counts.values()) - counts["lines"]
-        assert counts["train"] == len(parts["train"][number])
-    compared = {
-        (role, side): {comparable(pair[side]) for part in parts[role] for pair in part} - {""}
-        for role in parts
-        for side in (0, 1)
-    }
-    for side in (0, 1):
-        assert not compared["train", side] & (compared["valid", side] | compared["test", side])
-        assert not compared["valid", side] & compared["test", side]
-    for role in ROLES:
-        held = [pair for part in parts[role] for pair in part]
-        assert len(held) <= 1.1 * wanted
-        if data.filter_held_out:
-            assert len({tuple(map(comparable, pair)) for pair in held}) == len(held)
-        for corpus, part in zip(corpora[role], parts[role], strict=True):
-            chosen = PairFilter(data, corpus)
-            assert not data.filter_held_out or all(chosen.keep(0, pair) for pair in part)
-    return {role: sum(map(len, parts[role])) for role in ROLES}
-
-
-def test_synthetic_text_is_not_held_out(tmp_path):
-    genuine = [(f"source {i}", f"target {i}") for i in range(800)]
-    synthetic = [(f"sauce {i}", f"target {i % 800}") for i in range(2400)]
-    write(tmp_path / "bt.tsv", synthetic)
-    bt = CorpusConfig(path=str(tmp_path / "bt.tsv"), tag="<bt>")
-    parts, corpora = divide(tmp_path, genuine, 100, train_corpora=(CorpusConfig(), bt))
-    assert {role: len(pairs) for role, pairs in parts.items()} == {
-        "train": 600 + 1800, "valid": 100, "test": 100,
-    }  # fmt: skip
-    assert {*parts["valid"], *parts["test"]} < {*genuine}
-    check(corpora, [800, 2400], 100, DataConfig())
-    assert [corpus.name for corpus in corpora["test"]] == [f"held out of {tmp_path}/own.tsv"]
-    chosen = dataclasses.replace(bt, hold_out=40)
-    both, corpora = divide(tmp_path, genuine, 100, train_corpora=(CorpusConfig(), chosen))
-    assert [len([*corpus.pairs()]) for corpus in corpora["valid"]] == [100, 40]
-    assert sum(source.startswith("<bt> ") for source, _ in both["test"]) == 40
-    check(corpora, [800, 2400], 140, DataConfig())
-    none, _ = divide(
-        tmp_path, genuine, 0, train_corpora=(CorpusConfig(), CorpusConfig(hold_out=20))
-    )
-    assert len(none["valid"]) == 20
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -104,40 +43,6 @@ def test_synthetic_text_is_not_held_out(tmp_path):
 def test_numbers_without_effect(options, message):
     with pytest.raises(UserError, match=message):
         DataConfig(**options)
-
-
-def test_only_pairs_that_pass_the_filters_are_held_out(tmp_path):
-    pairs = [(f"source {i}", f"target {i}" if i % 5 > 1 else " ") for i in range(1500)]
-    parts, _ = divide(tmp_path, pairs, 100)
-    assert [len(parts[role]) for role in ROLES] == [100, 100]
-    assert all(target.strip() for role in ROLES for _, target in parts[role])
-    raw, _ = divide(tmp_path, pairs, 100, filter_held_out=False)
-    assert 20 < sum(not target.strip() for _, target in raw["valid"]) < 60
-    copies = [(f"source {i}", f"{'source' if i % 2 else 'target'} {i}") for i in range(1500)]
-    parts, _ = divide(tmp_path, copies, 100, drop_identical=True)
-    assert all(source != target for role in ROLES for source, target in parts[role])
-    parts, _ = divide(tmp_path, pairs[2::5] * 3, 60, drop_duplicates=True)
-    assert [len({*parts[role]}) for role in ROLES] == [60, 60]
-
-
-def test_missing_text_of_hugging_face_folders_is_not_held_out(tmp_path):
-    datasets = importlib.import_module("datasets")
-    datasets.disable_progress_bars()
-    rows = [{"en": f"a {i}", "fr": f"b {i}" if i % 2 else None} for i in range(200)]
-    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "data")
-    data = DataConfig(path=str(tmp_path / "data"), hold_out=20, target_language="fr")
-    corpora = open_all(ExperimentConfig(data=data))
-    assert check(corpora, [200], 20, data) == {"valid": 20, "test": 20}
-
-
-def test_a_frequent_sentence_is_trained_on(tmp_path):
-    pairs = [("Thank you.", f"Merci {i}.") if i % 2 else (f"Source {i}.", f"Target {i}.")
-             for i in range(3000)]  # fmt: skip
-    for text in (pairs, [pair[::-1] for pair in pairs]):
-        parts, _ = divide(tmp_path, text, 100)
-        assert {role: len(part) for role, part in parts.items()} == {
-            "train": 2800, "valid": 100, "test": 100,
-        }  # fmt: skip
 
 
 def test_frequent_sentences_are_spread_if_there_are_no_others(tmp_path, caplog):
@@ -166,79 +71,6 @@ def test_most_held_out_pairs_remain_while_the_file_grows(tmp_path):
         assert len({*few[role]} & {*in_proportion[role]}) >= 26
 
 
-def test_held_out_pairs_are_part_of_the_fingerprint(tmp_path):
-    parts, corpora = divide(tmp_path, numbered(1000))
-    options = ({}, {"hold_out": 64}, {"filter_held_out": False}, {"drop_identical": True},
-               {"test_split": ""})  # fmt: skip
-    found = [
-        corpus.fingerprint
-        for changed in options
-        for of_role in divide(tmp_path, numbered(1000), **changed)[1].values()
-        for corpus in of_role
-    ]
-    assert len({*found}) == 3 * len(options) - 1
-    assert found[:3] == [corpora[role][0].fingerprint for role in ("train", *ROLES)]
-    raw = {"filter_held_out": False, "drop_identical": True}
-    assert divide(tmp_path, numbered(1000), **raw)[1]["valid"][0].fingerprint == found[7]
-    assert corpora["train"][0].division() == {
-        "lines": 1000, "left_out": 0, **{role: len(part) for role, part in parts.items()},
-    }  # fmt: skip
-
-
-def test_reports_add_up_to_the_lines_of_the_text(tmp_path):
-    pairs = [*numbered(200), *[("", "Nothing.")] * 7]
-    bt = [(f"Sauce {i}.", f"Phrase {i}.") for i in range(200)]
-    config = ExperimentConfig(
-        data=DataConfig(
-            path=write(tmp_path / "own.tsv", pairs),
-            hold_out=20,
-            target_language="fr",
-            train_corpora=(
-                CorpusConfig(),
-                CorpusConfig(path=write(tmp_path / "bt.tsv", bt), tag="<bt>"),
-            ),
-            vocab_size=300,
-        )
-    )
-    corpora = open_all(config)
-    tokenizers = Tokenizers.for_run(corpora["train"], config.data, has_inputs=True)
-    _, dataset = open_dataset(config, corpora, tokenizers, tmp_path / "cache")
-    lines = [line for _, line in dataset.report()]
-    assert lines[1:3] == [
-        "167 of 207 pairs to train on; 20 held out for valid; 20 held out for test",
-        "160 of 167 pairs kept (7 empty side dropped)",
-    ]
-    assert (
-        "160 of 200 pairs to train on; 0 held out for valid; 0 held out for test; 40 left out, "
-        "with the source or the target of a held-out pair"
-    ) in lines
-    assert RunText(config, tmp_path / "cache").division() == {
-        "lines": 407, "valid": 20, "test": 20, "train": 327, "left_out": 40,
-    }  # fmt: skip
-
-
-def test_the_test_split_is_optional(tmp_path):
-    with_test, _ = divide(tmp_path, numbered(1000))
-    without, corpora = divide(tmp_path, numbered(1000), test_split="")
-    assert corpora["test"] == []
-    assert without["valid"] == with_test["valid"]
-    assert len(without["train"]) == len(with_test["train"]) + len(with_test["test"])
-
-
-def test_nothing_has_to_be_held_out_of_a_small_corpus(tmp_path):
-    write(tmp_path / "small.tsv", [("One.", "Un.")])
-    corpora = (CorpusConfig(), CorpusConfig(path=str(tmp_path / "small.tsv")))
-    _, corpora = divide(tmp_path, numbered(1000), train_corpora=corpora)
-    for of_role in corpora.values():
-        check_not_blank(of_role)
-    assert [len([*corpus.pairs()]) > 0 for corpus in corpora["valid"]] == [True, False]
-    with pytest.raises(UserError, match=r"held out of .*small\.tsv: .* raise data\.hold_out"):
-        check_not_blank(corpora["valid"][1:])
-    write(tmp_path / "small.tsv", [(" ", "Un.")])
-    with pytest.raises(UserError, match=r"small\.tsv without held-out pairs: .* split or file"):
-        check_not_blank(corpora["train"])
-
-
 def test_hold_out_is_of_any_corpus_and_not_too_much(tmp_path):
     data = DataConfig(corpus="reverse", generated_pairs=200, hold_out=20)
     corpora = open_all(ExperimentConfig(data=data))
@@ -252,14 +84,6 @@ def test_hold_out_is_of_any_corpus_and_not_too_much(tmp_path):
     message = r"give more text, loosen the filters \(data\.max_length_ratio=0\.1\), or a dev"
     with pytest.raises(UserError, match=message):
         divide(tmp_path, numbered(100), 1, max_length_ratio=0.1)[0]
-
-
-def test_a_language_model_has_no_sources(tmp_path):
-    data = DataConfig(path=write(tmp_path / "own.tsv", numbered(400)), hold_out=20,
-                      target_language="fr")  # fmt: skip
-    model = dataclasses.replace(ExperimentConfig().model, has_inputs=False)
-    corpora = open_all(ExperimentConfig(data=data, model=model))
-    assert [len([*corpora[role][0].pairs()]) for role in corpora] == [360, 20, 20]
 
 
 SPELLINGS = (

@@ -76,19 +76,6 @@ def test_what_cannot_be_kept_whole_is_refused(text):
         DataConfig(keep_whole=("<URL>",), tokenizer="word")
 
 
-def test_long_text_without_spaces_teaches_as_much_as_the_same_text_in_lines():
-    drawn = random.Random(0)
-    words = [
-        "".join(chr(0x4E00 + min(int(drawn.expovariate(1 / 200)), 3000)) for _ in range(3))
-        for _ in range(3000)
-    ]
-    text = "".join(words[min(int(drawn.expovariate(1 / 500)), 2999)] for _ in range(30_000))
-    config = DataConfig(tokenizer="unigram", vocab_size=3000)
-    long = train_sentencepiece([text], config)
-    lines = [text[start : start + 1000] for start in range(0, len(text), 1000)]
-    assert long.vocab_size == pytest.approx(train_sentencepiece(lines, config).vocab_size, rel=0.1)
-
-
 @pytest.mark.parametrize("kind", ["bpe", "unigram", "word"])
 def test_no_line_is_left_out(kind):
     # NFC doubles the bytes of U+0958; SentencePiece learns nothing from a text with U+2585.
@@ -100,9 +87,3 @@ def test_no_line_is_left_out(kind):
     tokenizer = train_sentencepiece(texts, DataConfig(tokenizer=kind, byte_fallback=False))
     (tokens,) = tokenizer.encode(["longest symbol plain text"])
     assert tokenizer.unk_id not in tokens
-
-
-def test_too_small_a_vocabulary_for_its_placeholders():
-    many = tuple(f"<{number}>" for number in range(400))
-    with pytest.raises(UserError, match=r"data\.vocab_size=330 pieces: .*data\.vocab_size"):
-        learned(dataclasses.replace(CONFIG, keep_whole=many))

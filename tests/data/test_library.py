@@ -13,9 +13,7 @@ from jax.sharding import Mesh
 
 import flaxformer_mt as fmt
 from flaxformer_mt.config import CorpusConfig, DataConfig, ExperimentConfig, TrainConfig
-from flaxformer_mt.data.corpora.corpus import ParallelCorpus
 from flaxformer_mt.data.dataset import open_all, open_dataset
-from flaxformer_mt.data.library import padded
 from flaxformer_mt.data.stream.batches import BatchShape, DataPosition
 from flaxformer_mt.errors import UserError
 
@@ -76,31 +74,6 @@ def test_pairs_of_any_source(tmp_path):
     assert list(fmt.read_pairs(tmp_path, split="dev", **languages).pairs()) == PAIRS[:1]
     tagged = fmt.read_pairs(tmp_path / "mine.tsv", tag="<2de>")
     assert next(tagged.pairs()) == (f"<2de> {PAIRS[0][0]}", PAIRS[0][1])
-
-
-def test_pairs_of_prepared_data_sets(tmp_path):
-    pytest.importorskip("tensorflow_datasets")
-    pytest.importorskip("array_record")
-    datasets = pytest.importorskip("datasets")
-    from flaxformer_mt.data.corpora.tfds_builder import build_dataset
-
-    sides = ([source for source, _ in PAIRS], [target for _, target in PAIRS])
-    languages = {"source_language": "en", "target_language": "de"}
-    build_dataset({"train": ParallelCorpus(*sides, "text", ("en", "de"))}, tmp_path / "prepared")
-    assert list(fmt.read_pairs(tmp_path / "prepared", **languages).pairs()) == PAIRS
-    rows = datasets.Dataset.from_dict({"en": sides[0], "de": sides[1]})
-    rows.save_to_disk(tmp_path / "saved")
-    assert list(fmt.read_pairs(tmp_path / "saved", **languages).pairs()) == PAIRS
-
-
-@pytest.mark.parametrize("joint", [True, False])
-def test_fields_of_vocabularies_make_a_valid_model(joint):
-    tokenizers = fmt.train_tokenizers(PAIRS, size=330, joint=joint)
-    config = fmt.TransformerConfig(**SMALL, **tokenizers.fields)
-    assert config.source_vocab_size == tokenizers.source.vocab_size <= 330
-    assert config.target_vocab_size == tokenizers.target.vocab_size <= 330
-    assert config.eos_id == tokenizers.target.eos_id
-    assert config.shares_source_and_target == joint
 
 
 @pytest.mark.parametrize(
@@ -166,24 +139,6 @@ def test_rows_are_sharded_over_the_devices(tokenizers, model):
         first_batches(odd, 1, devices=4)
 
 
-def test_tokens_in_a_cache_are_used_again(tmp_path, tokenizers, model):
-    for _ in range(2):
-        fmt.packed(PAIRS, tokenizers, model, rows=4, length=64, cache=tmp_path)
-        stores = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.tokens")}
-    fmt.packed(PAIRS, tokenizers, model, rows=4, length=48, cache=tmp_path)
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.tokens")} == stores
-    assert stores
-
-
-def test_rows_of_one_pair_keep_their_order(tokenizers, model):
-    batch = padded(PAIRS[:3], tokenizers, model, length=(12, 40))
-    assert batch.encoder_input_tokens.shape == (3, 12)
-    assert batch.decoder_target_tokens.shape == (3, 40)
-    assert batch.encoder_segment_ids.max() == 1
-    targets = tokenizers.target.decode(batch.decoder_target_tokens.tolist())
-    assert targets == [target for _, target in PAIRS[:3]]
-
-
 def test_wrong_arguments_are_named(tokenizers, model, tmp_path):
     arguments = {"rows": 4, "length": 64}
     with pytest.raises(TypeError, match="no_such_option"):
@@ -199,3 +154,27 @@ def test_wrong_arguments_are_named(tokenizers, model, tmp_path):
     other = dataclasses.replace(model, eos_id=model.eos_id + 1)
     with pytest.raises(UserError, match="eos_id"):
         fmt.packed(PAIRS, tokenizers, other, **arguments)
+
+
+def test_pairs_that_do_not_fit_are_counted(tokenizers, model, caplog):
+    pairs = [
+        ("the dog", "der Hund"),
+        ("the old house number 7 sleeps", "das alte Haus schläft"),
+    ] * 3
+    fmt.packed(pairs, tokenizers, model, rows=2, length=6)
+    (record,) = caplog.records
+    for part in ("3 of 6 pairs", "length=(6, 6)", 'long_sentences="truncate"'):
+        assert part in record.getMessage()
+    caplog.clear()
+    fmt.packed(pairs, tokenizers, model, rows=2, length=6, long_sentences="truncate")
+    assert "3 truncated" in caplog.text
+    caplog.clear()
+    fmt.packed(pairs, tokenizers, model, rows=2, length=32, drop_duplicates=True)
+    assert "2 of 6 pairs" in caplog.text
+    caplog.clear()
+    fmt.padded(pairs, tokenizers, model, length=6)
+    assert "3 of 6 pairs" in caplog.text
+    caplog.clear()
+    fmt.packed(pairs, tokenizers, model, rows=2, length=32)
+    fmt.padded(pairs, tokenizers, model, length=32)
+    assert not caplog.records

@@ -1,13 +1,9 @@
 """Comparison with Hugging Face's `MarianTokenizer`, on adversarial and on real text."""
 
 import functools
-import gzip
-import json
-import os
 import random
 import string
 import warnings
-from pathlib import Path
 
 import hypothesis
 import pytest
@@ -144,29 +140,6 @@ def joint(tmp_path_factory):
     return both(tmp_path_factory.mktemp("joint"))
 
 
-def test_five_thousand_sentences(joint):
-    texts = [*PHRASES.sources, *PHRASES.targets, *nasty(3000, seed=1)]
-    assert len(texts) == 5000
-    assert_same(joint, texts)
-
-
-@pytest.mark.slow
-def test_five_thousand_real_sentences(tmp_path):
-    if "FLAXFORMER_MT_DATA" not in os.environ:
-        pytest.skip("FLAXFORMER_MT_DATA names no folder with multi30k-en-de")
-    folder = Path(os.environ["FLAXFORMER_MT_DATA"], "multi30k-en-de")
-    sources, targets = (
-        gzip.decompress((folder / f"train.{language}.gz").read_bytes()).decode().split("\n")[:5000]
-        for language in ("en", "de")
-    )
-    write_tokenizer(tmp_path, train_model(sources, 4000), train_model(targets, 4000))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        theirs = MarianTokenizer.from_pretrained(tmp_path)
-    assert len(sources) == 5000
-    assert_same((Tokenizers.load(tmp_path), theirs), [*sources, *targets])
-
-
 def test_special_ids(joint, tmp_path):
     ours, theirs = joint
     for side in (ours.source, ours.target):
@@ -184,11 +157,6 @@ def test_a_copy_is_identical(pair, tmp_path):
     assert again.source.files == ours.source.files
     assert again.source.fingerprint == ours.source.fingerprint != ours.target.fingerprint
     assert again.target.fingerprint == ours.target.fingerprint
-
-
-def test_other_ids_change_the_fingerprint(joint, tmp_path):
-    ours, _ = both(tmp_path, missing=("\u2581zwei",))
-    assert ours.source.fingerprint != joint[0].source.fingerprint
 
 
 @pytest.mark.parametrize("amount", [0.1, 0.5])
@@ -213,30 +181,10 @@ def test_unknown_text_is_not_sampled(joint):
 
 
 DAMAGES = [
-    ("source.spm", b"no model", "source.spm is not a SentencePiece model"),
     ("source.spm", b"", "source.spm is not a SentencePiece model: it is empty"),
     ("target.spm", None, "target.spm is missing"),
     ("vocab.json", b'["a"]', "vocab.json is damaged: expected an object"),
-    ("vocab.json", b'{"<unk>": 0, "a": 100000000000}', "expected an integer <= 16777215"),
-    ("vocab.json", b'{"<unk>": 0, "a": -1}', "expected an integer >= 0"),
-    ("vocab.json", b'{"a": 0}', "vocab.json has no <unk>"),
-    ("vocab.json", b'{"<unk>": 0, "a": 1.0}', "[...]: expected an integer, got"),
-    ("vocab.json", b'{"<unk>": 0, "a": true}', "[...]: expected an integer, got"),
-    ("vocab.json", b'{"<unk>": 0, "a": 1, "b": 1}', "'a' and 'b' have the same id, 1"),
-    ("vocab.json", b'{"a": ' * 100_000, "vocab.json is damaged: its JSON is nested too deeply"),
-    ("vocab.json", b'{"a": ' + b"1" * 5000 + b"}", "a number of too many digits"),
     ("tokenizer_config.json", b"{", "tokenizer_config.json is damaged"),
-    (
-        "added_tokens.json",
-        b'{"<new>": "9"}',
-        "added_tokens.json is damaged: [...]: expected an integer",
-    ),
-    (
-        "added_tokens.json",
-        b'{"<new>": 9.5}',
-        "added_tokens.json is damaged: [...]: expected an integer",
-    ),
-    ("added_tokens.json", b'{"": 9}', "a special token is empty"),
 ]
 
 
@@ -260,15 +208,9 @@ REJECTED = {
     },
     "a special token is {'lstrip': True}, not a text": {"mask_token": {"lstrip": True}},
     "vocab.json has no <what>": {"unk_token": "<what>"},
-    "a special token is empty": {"pad_token": ""},
     "it has no pad_token": {"pad_token": None},
-    "a special token is {'content': 3}, not a text": {"eos_token": {"content": 3}},
     "added_tokens_decoder: expected a string matching": {
         "added_tokens_decoder": {"x": {"content": "<mask>"}}
-    },
-    "the id of an added token is -1": {"added_tokens_decoder": {"-1": {"content": "<mask>"}}},
-    "the id of an added token is 99999999": {
-        "added_tokens_decoder": {"99999999": {"content": "<mask>"}}
     },
     "it has more than 10000 added tokens": {
         "extra_special_tokens": [f"<{number}>" for number in range(10_001)]
@@ -283,16 +225,3 @@ def test_unsupported_settings_are_rejected(message, tmp_path):
         Tokenizers.load(tmp_path)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_a_missing_target_vocabulary_is_rejected(tmp_path):
-    write_tokenizer(tmp_path, *models(), separate_vocabs=True)
-    with pytest.raises(UserError, match=r"target_vocab\.json is missing"):
-        Tokenizers.load(tmp_path)
-
-
-def test_ids_must_be_numbers(tmp_path):
-    write_tokenizer(tmp_path, *models())
-    (tmp_path / "vocab.json").write_text(json.dumps({"<unk>": "0"}))
-    with pytest.raises(UserError, match=r"vocab\.json is damaged: .*expected an integer"):
-        Tokenizers.load(tmp_path)

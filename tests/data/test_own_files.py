@@ -29,13 +29,10 @@ def read(path, **options):
     [
         ("fra.txt", ATTRIBUTED, ("1", "2")),
         ("fra.tsv", ATTRIBUTED.replace("\tCC-BY 2.0", ""), ()),
-        ("fra.tsv", "fr\ten\tid\n" + "".join(f"{fr}\t{en}\t7\n" for en, fr in PAIRS), ()),
         ("fra.tsv", "English\tFrench\tid\n" + ATTRIBUTED, ("English", "French")),
         ("fra.csv", HEADED, ()),
-        ("fra.csv", HEADED, ("en", "fr")),
         ("fra.csv", HEADED.partition("\n")[2], ("3", "2")),
         ("fra.jsonl", MEMBERS, ()),
-        ("fra.json", MEMBERS, ("en", "fr")),
         ("fra.jsonl", NESTED, ()),
         ("fra.ndjson", NESTED, ("translation.en", "translation.fr")),
     ],
@@ -52,12 +49,6 @@ def test_line_breaks_within_a_sentence_become_spaces(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"en": "A\nhouse", "fr": "Une\r\nmaison"}) + "\n")
     for name in ("a.csv", "a.jsonl"):
         assert read(tmp_path / name) == [("A house", "Une maison")]
-
-
-def test_long_cells(tmp_path):
-    long = "a " * 100_000
-    (tmp_path / "a.csv").write_text(f"en,fr\n{long}b,c\n")
-    assert read(tmp_path / "a.csv") == [(f"{long}b", "c")]
 
 
 def test_a_folder_of_tables(tmp_path):
@@ -84,25 +75,10 @@ def test_two_parallel_files(tmp_path, end):
         read(tmp_path / "fra-eng", columns=("1", "2"))
 
 
-def test_columns_are_numbered_from_1():
-    with pytest.raises(UserError, match=r"data.columns=\('0', '1'\): columns are numbered from 1"):
-        DataConfig(columns=("0", "1"))
-
-
-def test_a_folder_takes_precedence_over_files_of_its_name(tmp_path):
-    (tmp_path / "corpus").mkdir()
-    for code, side in (("en", 0), ("fr", 1)):
-        (tmp_path / f"corpus.{code}").write_text("beside\n")
-        text = "".join(f"{pair[side]}\n" for pair in PAIRS)
-        (tmp_path / "corpus" / f"train.{code}").write_text(text)
-    assert read(tmp_path / "corpus") == PAIRS
-
-
 @pytest.mark.parametrize(
     ("name", "text", "columns", "message"),
     [
         ("a.txt", "a\tb\nc\td\te\n", (), r"line 2: 2 tabs; .* name the two, such as 1 2 \(data.c"),
-        ("a.csv", "a,b,c\n", (), r"line 1: 3 columns instead of .*, such as 1 2 \(data.columns\)"),
         ("a.csv", "a,b\n", ("1", "3"), r"line 1: no column 3 \(data.columns\): it has 2"),
         (
             "a.txt",
@@ -110,20 +86,10 @@ def test_a_folder_takes_precedence_over_files_of_its_name(tmp_path):
             (),
             "line 1: 0 tabs; a line must be a source, one tab and a target; or drop",
         ),
-        (
-            "a.csv",
-            "id,text\n",
-            ("id", "texte"),
-            r"no column 'texte' .*did you mean text\?; without",
-        ),
         ("a.csv", 'a,"b\n', (), "line 1: not CSV: unexpected end of data"),
-        ("a.csv", "\n\n", (), "has only blank lines"),
         ("a.jsonl", '{"en": "a", "de": "b"}\n', (), "line 1: no member 'fr', only 'en', 'de'"),
-        ("a.jsonl", '{"en": "a", "fr": 1}\n', (), "line 1: 'fr' is not a string"),
-        ("a.jsonl", "[1]\n", (), "line 1: not a JSON object"),
         ("a.jsonl", '{"en": "a",\n', (), "line 1: not JSON: Expect"),
         ("a.jsonl", '{"translation": "a"}\n', (), "line 1: no member 'translation.en'"),
-        ("a.jsonl", '{"translation": 5}\n', (), "line 1: no member 'translation.en'"),
     ],
 )
 def test_errors_name_file_and_line(tmp_path, name, text, columns, message):
@@ -155,36 +121,11 @@ def test_zstandard(tmp_path, monkeypatch):
         read(path, columns=("1", "2"))
 
 
-def test_the_fingerprint_depends_on_columns_and_form(tmp_path):
-    (tmp_path / "a.tsv").write_text("a\tb\tc,d\n")
-    (tmp_path / "a.csv").write_text("a\tb\tc,d\n")
-
-    def fingerprint(name, columns):
-        config = DataConfig(path=str(tmp_path / name), columns=columns)
-        return open_corpora(config, "train")[0].fingerprint
-
-    found = {fingerprint("a.tsv", ("1", "2")), fingerprint("a.tsv", ("1", "3"))}
-    assert len(found | {fingerprint("a.csv", ("1", "2"))}) == 3
-
-
-def test_a_language_model_reads_the_target_column(tmp_path):
-    (tmp_path / "a.csv").write_text(HEADED)
-    config = DataConfig(path=str(tmp_path / "a.csv"), source_language="en", target_language="fr")
-    (corpus,) = open_corpora(config, "train", has_inputs=False)
-    assert [*corpus.pairs()] == [("", target) for _, target in PAIRS]
-
-
 def test_a_file_has_no_splits(tmp_path):
     (tmp_path / "own.tsv").write_text("a\tb\n")
     corpora = (CorpusConfig(kind="tsv", path=str(tmp_path / "own.tsv"), split="valid"),)
     with pytest.raises(UserError, match=r"data\.valid_corpora\.0\.split=valid has no effect"):
         open_corpora(DataConfig(valid_corpora=corpora), "valid")
-
-
-@pytest.mark.parametrize("kind", ["phrases", "tfds"])
-def test_text_without_columns(kind):
-    with pytest.raises(UserError, match=rf"data\.columns=.* text of kind {kind} has no columns"):
-        open_corpora(DataConfig(corpus=kind, columns=("1", "2")), "train")
 
 
 def test_one_file_needs_development_pairs(tmp_path):
@@ -213,14 +154,6 @@ def saved(tmp_path_factory):
     return folder
 
 
-def test_missing_translations_and_line_separators_of_hugging_face_folders(tmp_path):
-    datasets = importlib.import_module("datasets")
-    datasets.disable_progress_bars()
-    rows = {"translation": [{"en": "a\u2028b\x0cc\nd", "fr": "x"}, None, {"en": None, "fr": "y"}]}
-    datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "data")
-    assert read(tmp_path / "data") == [("a\u2028b\x0cc d", "x"), ("", ""), ("", "y")]
-
-
 def test_hugging_face_folders(saved):
     assert read(saved / "splits") == PAIRS
     assert read(saved / "flat") == PAIRS
@@ -232,28 +165,6 @@ def test_hugging_face_folders(saved):
     (corpus,) = open_corpora(config, "valid")
     assert [*corpus.pairs()] == PAIRS[1:]
     assert corpus.fingerprint != open_corpora(config, "train")[0].fingerprint
-
-
-def test_hugging_face_folders_with_any_number_of_languages(tmp_path):
-    datasets = importlib.import_module("datasets")
-    feature = datasets.TranslationVariableLanguages(["en", "fr"])
-    rows = {"translation": [{"en": "a", "fr": "b"}]}
-    features = datasets.Features(translation=feature)
-    datasets.Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / "data")
-    with pytest.raises(UserError, match=r"no column 'translation\.en'"):
-        read(tmp_path / "data")
-
-
-def test_a_damaged_hugging_face_folder(tmp_path):
-    datasets = importlib.import_module("datasets")
-    datasets.Dataset.from_dict({"en": [], "fr": []}).save_to_disk(tmp_path / "empty")
-    with pytest.raises(UserError, match="empty cannot be read"):
-        load_corpus(DataConfig(corpus="text", path=str(tmp_path / "empty")), "train")
-    datasets.Dataset.from_dict({"en": ["hello"], "fr": ["bonjour"]}).save_to_disk(tmp_path / "data")
-    (file,) = (tmp_path / "data").glob("*.arrow")
-    file.write_bytes(file.read_bytes().replace(b"hello", b"h\xffllo"))
-    with pytest.raises(UserError, match="data/train, pair 1: not UTF-8 "):
-        read(tmp_path / "data")
 
 
 def test_damaged_arrow_files_are_named_or_hold_as_many_texts(tmp_path):

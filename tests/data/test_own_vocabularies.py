@@ -4,10 +4,8 @@ import dataclasses
 import io
 import itertools
 
-import hypothesis
 import pytest
 import sentencepiece
-from hypothesis import strategies as st
 
 from flaxformer_mt import experiment
 from flaxformer_mt.config import DataConfig, ExperimentConfig, TrainConfig, TransformerConfig
@@ -91,26 +89,6 @@ def test_any_model_round_trips_and_text_has_no_special_tokens(options):
     assert tokenizer.decode(framed) == texts[:4]
 
 
-@pytest.mark.parametrize("kind", ["bpe", "unigram"])
-@hypothesis.given(
-    words=st.lists(st.sampled_from([*SYMBOLS, "dog", "(", "house", "x", " ", "the "]), max_size=8),
-    seed=st.integers(0, 2**32 - 1),
-)
-def test_sampling_leaves_user_defined_symbols_whole(kind, words, seed):
-    tokenizer = WITH_SYMBOLS[kind]
-    text = " ".join("".join(words).replace("\u2581", " ").split())
-    (best,), (sampled,) = tokenizer.encode([text]), tokenizer.sample([text], seed, 0.5)
-    symbols = {token for token in range(100) if tokenizer.pieces([token])[0] in SYMBOLS}
-    assert [t for t in sampled if t in symbols] == [t for t in best if t in symbols]
-    assert tokenizer.decode([sampled]) == tokenizer.decode([best])
-
-
-WITH_SYMBOLS = {
-    kind: SentencePieceTokenizer(trained(model_type=kind, user_defined_symbols=SYMBOLS))
-    for kind in ("bpe", "unigram")
-}
-
-
 @pytest.mark.slow_except("m")
 @pytest.mark.parametrize("name", ["spm.model", "vocabulary of mine.spm", "m", "joint.model"])
 def test_a_model_of_spm_train_of_any_name(tmp_path, corpus, name):
@@ -125,22 +103,6 @@ def test_a_model_of_spm_train_of_any_name(tmp_path, corpus, name):
     other = dataclasses.replace(config, model=dataclasses.replace(config.model, eos_id=3))
     with pytest.raises(UserError, match=r"model\.eos_id: 2 in the run, 3 now"):
         check_same_run(run, other)
-
-
-@pytest.mark.slow
-def test_a_model_of_spm_train_trains_continues_and_translates(tmp_path, corpus):
-    (tmp_path / "spm.model").write_bytes(trained())
-    config = configuration(corpus, tmp_path / "spm.model")
-    experiment.train(config, tmp_path / "run")
-    longer = dataclasses.replace(config, train=dataclasses.replace(config.train, num_steps=4))
-    run = experiment.train(longer, tmp_path / "run")
-    assert isinstance(run.translator().translate("the dog runs"), str)
-    tuned = dataclasses.replace(
-        config,
-        data=dataclasses.replace(config.data, tokenizer_path=""),
-        train=dataclasses.replace(config.train, init_from=str(tmp_path / "run")),
-    )
-    assert ids(prepare(tuned, tmp_path / "tuned").config.model) == (-1, 1, 2)
 
 
 @pytest.mark.parametrize("is_folder", [False, True])

@@ -5,7 +5,6 @@ from hypothesis import strategies as st
 
 from flaxformer_mt.data.stream import packing
 from flaxformer_mt.data.stream.packing import (
-    PackedRows,
     Sentences,
     decoder_inputs,
     pack,
@@ -35,18 +34,6 @@ def pair_lengths(draw):
     return row_lengths, lengths[:, 0], lengths[:, 1]
 
 
-def test_sentences_round_trip():
-    stored = Sentences.from_lists([[5, 6], [], [7]])
-    assert [sentence.tolist() for sentence in (stored[0], stored[1], stored[2])] == [
-        [5, 6],
-        [],
-        [7],
-    ]
-    assert len(stored) == 3
-    assert stored.lengths.tolist() == [2, 0, 1]
-    assert stored.tokens.dtype == np.int32
-
-
 def test_pack_literal_rows():
     rows = [[0, 1], [], [2]]
     packed = pack_rows(SENTENCES, rows, row_length=6, pad_id=9)
@@ -69,12 +56,6 @@ def test_pack_literal_rows():
         assert array.dtype == np.int32
 
 
-def test_pack_of_empty_rows_only():
-    packed = pack_rows(SENTENCES, [[], []], row_length=3, pad_id=7)
-    assert packed.tokens.tolist() == [[7, 7, 7], [7, 7, 7]]
-    assert not packed.segment_ids.any()
-
-
 @pytest.mark.parametrize("bos_id", [1, -1])
 def test_decoder_inputs_do_not_cross_segment_boundaries(bos_id):
     # The rows are full: a plain shift would not lose a token at the end of the row.
@@ -85,15 +66,6 @@ def test_decoder_inputs_do_not_cross_segment_boundaries(bos_id):
         [bos_id, 31, 32, 33, 0],
     ]
     assert inputs.dtype == np.int32
-
-
-def test_decoder_inputs_with_another_padding():
-    targets = PackedRows(
-        tokens=np.array([[5, 2, 6, 2, 9, 9]], np.int32),
-        segment_ids=np.array([[1, 1, 2, 2, 0, 0]], np.int32),
-        positions=np.array([[0, 1, 0, 1, 0, 0]], np.int32),
-    )
-    assert decoder_inputs(targets, bos_id=9, pad_id=9).tolist() == [[9, 5, 9, 6, 9, 9]]
 
 
 def test_take_join_and_truncate():
@@ -119,11 +91,6 @@ def test_plan_fills_gaps_with_the_largest_pair_that_fits():
     lengths = np.array([6] + [9] * 16 + [2, 3, 1])
     rows = plan_rows(np.ones_like(lengths), lengths, 100, 10)
     assert rows[0] == [0, 18, 19]
-
-
-def test_plan_of_a_language_model_fills_rows_by_targets():
-    targets = np.array([6, 7, 4, 3])
-    assert plan_rows(np.zeros(4, np.int64), targets, 10, 10) == [[0, 2], [1, 3]]
 
 
 def test_plan_rejects_sentences_longer_than_a_row():
@@ -157,36 +124,3 @@ def test_compiled_and_interpreted_plans_are_equal(is_language_model, lengths, se
     for each, expected in zip(compiled, interpreted, strict=True):
         np.testing.assert_array_equal(each, expected)
         assert each.dtype == expected.dtype == np.int64
-
-
-@hypothesis.given(pair_lengths())
-def test_packed_rows_hold_the_sentences_of_the_plan(lengths):
-    (_, row_length), sources, targets = lengths
-    sentences = Sentences.from_lists([[number + 1] * n for number, n in enumerate(targets)])
-    plan = plan_rows(sources, targets, int(sources.sum()), row_length)
-    packed = pack_rows(sentences, plan, row_length, pad_id=0)
-    for number, row in enumerate(plan):
-        segments = packed.segment_ids[number]
-        assert set(segments) - {0} == set(range(1, len(row) + 1))
-        for segment, pair in enumerate(row, start=1):
-            assert packed.tokens[number][segments == segment].tolist() == sentences[pair].tolist()
-            assert packed.positions[number][segments == segment].tolist() == list(
-                range(targets[pair])
-            )
-        assert not packed.tokens[number][segments == 0].any()
-
-
-@pytest.mark.parametrize(
-    ("mean", "deviation", "ratio", "source_row_length"),
-    [(15.4, 5.2, 0.975, 62), (10.8, 3.9, 0.87, 56)],
-)
-def test_plan_fills_rows_well_for_natural_lengths(mean, deviation, ratio, source_row_length):
-    """Means and deviations are those of Multi30k and Tatoeba, with a correlation of 0.85."""
-    random = np.random.default_rng(0)
-    shape = (mean / deviation) ** 2
-    targets = np.clip(random.gamma(shape, mean / shape, 20_000).round().astype(int), 3, 64)
-    noise = random.normal(0, 0.5 * deviation, 20_000)
-    sources = np.clip((ratio * targets + noise).round().astype(int), 2, source_row_length)
-    plan = plan_rows(sources, targets, source_row_length, 64)
-    assert sources.sum() / (len(plan) * source_row_length) >= 0.95
-    assert targets.sum() / (len(plan) * 64) >= 0.95

@@ -1,6 +1,5 @@
 import concurrent.futures
 import threading
-import time
 
 import pytest
 
@@ -38,26 +37,6 @@ def test_at_most_depth_batches_are_prefetched():
         next(batches)
         concurrent.futures.wait(batches._batches)
         assert read == [0, 1, 2, 3, 4]
-
-
-def test_waiting_is_measured(monkeypatch):
-    now, is_awaited = [0.0], threading.Event()
-
-    def clock():
-        is_awaited.set()
-        return now[0]
-
-    def read_when_awaited(position):
-        is_awaited.wait()
-        now[0] += 7 * (position.row == 0)
-        return count(position)
-
-    monkeypatch.setattr(time, "perf_counter", clock)
-    with Prefetched(read_when_awaited, DataPosition()) as batches:
-        next(batches)
-        assert batches.seconds_waited == 7
-        next(batches)
-        assert batches.seconds_waited == 7
 
 
 def test_errors_of_the_thread_are_raised_in_order():

@@ -3,7 +3,6 @@
 import dataclasses
 import random
 
-import numpy as np
 import pytest
 
 from flaxformer_mt.config import DataConfig, ExperimentConfig
@@ -63,25 +62,6 @@ def test_any_processes_make_the_same_bytes(seed, whole, tmp_path):
     assert bytes_of(tmp_path / "parts") == whole
 
 
-def test_duplicates_are_the_later_ones_of_both_corpora(tmp_path):
-    stores = open_stores(tmp_path, CORPORA, TOKENIZERS, CONFIG)
-    seen = set()
-    for corpus, store in zip(CORPORA, stores, strict=True):
-        new, repeated = [], []
-        for pair in filter(all, corpus.pairs()):
-            (repeated if pair in seen else new).append(pair)
-            seen.add(pair)
-        targets = store.targets
-        rows = [targets[index].tolist() for index in range(len(targets))]
-        assert TOKENIZERS.target.decode(rows) == [target for _, target in new]
-        dropped = store.report.dropped["duplicate"]
-        assert dropped.count == len(repeated)
-        assert dropped.example.endswith(f": {repeated[0][0]} | {repeated[0][1]}")
-    hashes = np.fromfile(tmp_path / "train-1" / "seen.hashes", np.uint64)
-    assert len(hashes) == len(seen)
-    assert (np.diff(hashes.astype(object)) > 0).all()
-
-
 def test_what_held_out_text_shares_is_found_while_parts_are_made(tmp_path, caplog):
     held_out = dataclasses.replace(
         PHRASES,
@@ -91,7 +71,7 @@ def test_what_held_out_text_shares_is_found_while_parts_are_made(tmp_path, caplo
     )
     data = dataclasses.replace(CONFIG.data, max_words=9)
     config = dataclasses.replace(CONFIG, data=data)
-    text = HeldOutText.of([held_out], data)
+    text = HeldOutText.of([held_out])
     warn_of_shared_text(CORPORA, text, data)
     read = [*caplog.messages]
     assert len(read) == 3
@@ -103,7 +83,7 @@ def test_what_held_out_text_shares_is_found_while_parts_are_made(tmp_path, caplo
     warn_of_shared_text(unreadable, text, data, stores=stores)
     assert caplog.messages == read
     # Of other held-out text, a store knows nothing.
-    other = HeldOutText([held_out], near_duplicates=0.9)
+    other = HeldOutText([held_out, held_out])
     with pytest.raises(ValueError, match="zip"):
         warn_of_shared_text(unreadable, other, data, stores=stores)
 
@@ -141,12 +121,3 @@ def test_what_was_made_before_a_kill_is_not_made_again(whole, tmp_path, monkeypa
     open_stores(tmp_path / "killed", corpora, TOKENIZERS, CONFIG)
     assert bytes_of(tmp_path / "killed") == whole
     assert len(made) == len(set(made)) == -(-len(FIRST) // 7) + -(-len(SECOND) // 7)
-
-
-@pytest.mark.slow
-def test_parts_of_other_options_are_made_again(tmp_path):
-    other = dataclasses.replace(CONFIG, data=DataConfig(max_words=3))
-    make_parts(tmp_path / "both", CORPORA, TOKENIZERS, CONFIG, 0, 2)
-    open_stores(tmp_path / "both", CORPORA, TOKENIZERS, other)
-    open_stores(tmp_path / "one", CORPORA, TOKENIZERS, other)
-    assert bytes_of(tmp_path / "both") == bytes_of(tmp_path / "one")

@@ -9,15 +9,12 @@ import sys
 
 import numpy as np
 import pytest
-from sentencepiece import SentencePieceProcessor
 
 from flaxformer_mt.config import DataConfig
 from flaxformer_mt.data.corpora.corpus import load_corpus
 from flaxformer_mt.data.tokenizers import subword_sampling
-from flaxformer_mt.data.tokenizers.sentencepiece_model import TextSampler, parse_model
 from flaxformer_mt.data.tokenizers.subword_sampling import BpeDropout, UnigramSampling
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
-from flaxformer_mt.errors import UserError
 
 CONFIG = DataConfig(corpus="phrases", generated_pairs=300, vocab_size=500)
 CORPUS = load_corpus(CONFIG, "train")
@@ -133,24 +130,6 @@ def test_words_of_texts(monkeypatch, with_numba):
     assert known.number([])[2] == []
 
 
-@pytest.mark.parametrize("kind", ["bpe", "unigram"])
-def test_words_that_were_forgotten_are_sampled_alike(monkeypatch, kind):
-    tokenizer = Tokenizers.train([CORPUS], DataConfig(**{**vars(CONFIG), "tokenizer": kind})).source
-    texts = [CORPUS.sources[first : first + 9] for first in range(0, 90, 9)]
-    expected = [tokenizer.sample(each, 3, 0.2) for each in texts]
-    monkeypatch.setattr(subword_sampling, "_CACHED", 20)
-    assert [tokenizer.sample(each, 3, 0.2) for each in texts] == expected
-
-
-def test_characters_remain_when_every_merge_is_dropped():
-    assert BpeDropout(RANKS, IDS, fallback).sample(["abc", "a"], 0, 1.0) == [[0, 1, 2], [0]]
-
-
-def test_words_that_are_not_sampled():
-    sampler = BpeDropout(RANKS, IDS, fallback, whole=["bc"])
-    assert sampler.sample(["abX", "bca"] * 50, 0, 0.5) == [[99]] * 100
-
-
 def test_frequency_of_unigram_segmentations():
     probabilities = {"abc": 0.5, "ab+c": 0.3, "a+bc": 0.2}
     splits = [[IDS[piece] for piece in split.split("+")] for split in probabilities]
@@ -201,21 +180,3 @@ def test_samples_are_the_same_in_every_process(tmp_path, kind):
     expected = tokenizers.source.sample(["one hundred and twenty-three"] * 20, 7, 0.3)
     assert printed == f"{expected}\n"
     assert len(set(map(tuple, expected))) > 1
-
-
-@pytest.mark.parametrize(
-    ("spec", "field", "value"),
-    [
-        ("normalizer_spec", "add_dummy_prefix", False),
-        ("trainer_spec", "treat_whitespace_as_suffix", True),
-    ],
-)
-def test_words_that_do_not_begin_with_a_space_are_refused(spec, field, value):
-    """Sampling would leave out the first word of each text."""
-    processor = Tokenizers.train([CORPUS], CONFIG).source._processor
-    proto = parse_model(processor.serialized_model_proto())
-    setattr(getattr(proto, spec), field, value)
-    other = SentencePieceProcessor(model_proto=proto.SerializeToString())
-    assert TextSampler(processor).sample(["three"], 0, 1e-9)
-    with pytest.raises(UserError, match=r"data\.subword_sampling needs .*: set it to 0"):
-        TextSampler(other).sample([], 0, 0.1)

@@ -1,6 +1,5 @@
 """Text files that are none: without an end or without line ends."""
 
-import errno
 import gzip
 import io
 import os
@@ -81,18 +80,6 @@ def test_a_line_that_arrives_byte_by_byte():
     with open("/dev/zero", "rb") as always:
         groups = list(arriving_lines(Slow(content), "standard input", 10**12))
     assert groups == [[content.decode()]]
-
-
-def test_what_is_no_text_file_is_named(tmp_path):
-    assert "/dev/zero: a device, not a file" in refusal(read_lines, text_files.Path("/dev/zero"))
-    assert f"{tmp_path}: a folder, not a file" in refusal(read_lines, tmp_path)
-
-
-def test_errors_of_the_caller_are_not_those_of_the_file(tmp_path):
-    path = tmp_path / "source.txt"
-    path.write_text("one\n")
-    with pytest.raises(BrokenPipeError), opened(path):
-        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
 
 @pytest.mark.parametrize("content", [b"no gzip\n", gzip.compress(b"one\ntwo\n", mtime=0)[:-9]])

@@ -2,13 +2,11 @@ import concurrent.futures
 import dataclasses
 import json
 import logging
-import os
-import time
 
 import numpy as np
 import pytest
 
-from flaxformer_mt.config import DataConfig, ExperimentConfig, TransformerConfig
+from flaxformer_mt.config import DataConfig, ExperimentConfig
 from flaxformer_mt.config.experiment import values_with
 from flaxformer_mt.config.fields import FieldRole
 from flaxformer_mt.data.corpora.corpus import Corpus, ParallelCorpus
@@ -17,7 +15,6 @@ from flaxformer_mt.data.stream.encoded_corpus import encode_corpus
 from flaxformer_mt.data.stream.token_store import open_stores
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.runs import atomic
 
 CORPUS = ParallelCorpus(
     ["one", "two three", "", "four", "one", "six " * 60], ["a", "b c", "d", "e f g", "a", "h"], "A"
@@ -69,7 +66,7 @@ def test_a_store_contains_the_tokens_of_the_kept_pairs(tmp_path, monkeypatch):
     assert stored.report.pairs == 6
     assert stored.report.dropped["empty side"].count == 1
     assert stored.report.targets == wanted.report.targets
-    assert stored.texts is None
+    assert not stored.fields
     assert not stored.targets.tokens.flags.owndata
 
 
@@ -78,13 +75,6 @@ def test_a_store_is_reused_without_reading_the_corpus(tmp_path, caplog):
     (again,) = open_stores(tmp_path, [Refusing(CORPUS)], TOKENIZERS, CONFIG)
     assert again.report == made.report
     np.testing.assert_array_equal(again.sources.tokens, made.sources.tokens)
-    assert not caplog.records
-
-
-def test_a_store_does_not_depend_on_row_lengths(tmp_path, caplog):
-    open_stores(tmp_path, [CORPUS], TOKENIZERS, CONFIG)
-    config = with_data(source_row_length=8, target_row_length=16)
-    open_stores(tmp_path, [Refusing(CORPUS)], TOKENIZERS, config)
     assert not caplog.records
 
 
@@ -160,38 +150,10 @@ def test_a_store_depends_on_no_option_outside_its_key(tmp_path):
     assert read <= key.keys() | vocabulary
 
 
-@pytest.mark.parametrize("name", ["source.tokens", "target.offsets", "store.json"])
-@pytest.mark.parametrize("fault", ["missing", "cut"])
-def test_a_damaged_store_is_rebuilt(tmp_path, caplog, name, fault):
-    (made,) = open_stores(tmp_path, [CORPUS], TOKENIZERS, CONFIG)
-    wanted = made.sources.tokens.tolist()
-    path = tmp_path / "train-0" / name
-    if fault == "missing":
-        path.unlink()
-    else:
-        path.write_bytes(path.read_bytes()[:-2])
-    (again,) = open_stores(tmp_path, [CORPUS], TOKENIZERS, CONFIG)
-    (line,) = caplog.messages
-    assert line.startswith("A is filtered and tokenized again")
-    assert name in line
-    assert again.sources.tokens.tolist() == wanted
-
-
-def test_one_process_verifies_for_all(tmp_path):
-    open_stores(tmp_path, [CORPUS], TOKENIZERS, CONFIG)
-    content = (tmp_path / "train-0" / "source.tokens").read_bytes()
-    damaged = content[:-2] + bytes([content[-2] ^ 1, content[-1]])
-    (tmp_path / "train-0" / "source.tokens").write_bytes(damaged)
-    open_stores(tmp_path, [CORPUS], TOKENIZERS, CONFIG, verify=False)
-    assert (tmp_path / "train-0" / "source.tokens").read_bytes() == damaged
-    open_stores(tmp_path, [CORPUS], TOKENIZERS, CONFIG)
-    assert (tmp_path / "train-0" / "source.tokens").read_bytes() == content
-
-
 @pytest.mark.parametrize(
     "name",
     [
-        "source.tokens", "source.offsets", "target.tokens", "target.offsets", "text.bytes",
+        "source.tokens", "source.offsets", "target.tokens", "target.offsets", "text.values",
         "text.offsets", "seen.hashes", "store.json", "manifest.json",
     ],
 )  # fmt: skip
@@ -272,19 +234,6 @@ def test_two_runs_that_start_at_once_share_a_folder(tmp_path):
     assert stores_in(cached) == ["train-0"]
 
 
-def test_whoever_waits_for_another_process_is_told(tmp_path, caplog):
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        with atomic.locked(tmp_path / "lock", pytest.fail):
-            opened = pool.submit(open_stores, tmp_path, [CORPUS], TOKENIZERS, CONFIG)
-            while not caplog.messages:
-                time.sleep(0.01)
-        opened.result()
-    assert caplog.messages == [
-        f"waiting for process {os.getpid()} on {os.uname().nodename}, which is tokenizing in "
-        f"{tmp_path}"
-    ]
-
-
 def test_a_full_disk_raises_a_user_error(tmp_path, monkeypatch):
     def fail(path, values):
         raise OSError(28, "No space left on device")
@@ -293,14 +242,6 @@ def test_a_full_disk_raises_a_user_error(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"train-0 cannot be written: No space"):
         open_stores(tmp_path, [CORPUS], TOKENIZERS, CONFIG)
     assert stores_in(tmp_path) == []
-
-
-def test_several_corpora_have_separate_stores(tmp_path):
-    stores = open_stores(tmp_path, [CORPUS, OTHER], TOKENIZERS, CONFIG)
-    assert [corpus.name for corpus in stores] == ["A", "B"]
-    assert [corpus.weight for corpus in stores] == [1.0, 3.0]
-    assert texts(stores[1].sources) == OTHER.sources
-    assert stores_in(tmp_path) == ["train-0", "train-1"]
 
 
 def test_duplicates_are_found_across_corpora(tmp_path, caplog):
@@ -320,23 +261,6 @@ def test_duplicates_are_found_across_corpora(tmp_path, caplog):
     same = ParallelCorpus(["two three", "nine"], ["b c", "k"], "B")
     _, second = open_stores(tmp_path, [shorter, same], TOKENIZERS, config)
     assert texts(second.sources) == ["nine"]
-
-
-def test_texts_are_stored_for_sampling(tmp_path):
-    config = with_data(subword_sampling=0.1)
-    (stored,) = open_stores(tmp_path, [CORPUS], TOKENIZERS, config)
-    sources = [stored.texts[index].tobytes().decode() for index in range(len(stored.texts))]
-    assert sources == [text for text in CORPUS.sources if text]
-
-
-def test_a_language_model_has_targets_only(tmp_path):
-    config = dataclasses.replace(
-        with_data(subword_sampling=0.1), model=TransformerConfig(has_inputs=False)
-    )
-    corpus = ParallelCorpus(["", ""], ["a b", ""], "text")
-    (stored,) = open_stores(tmp_path, [corpus], TOKENIZERS, config)
-    assert stored.sources is stored.texts is stored.report.sources is None
-    assert texts(stored.targets) == ["a b"]
 
 
 def test_large_vocabularies_use_a_wider_dtype(tmp_path):
@@ -366,9 +290,3 @@ def test_dropping_all_pairs_is_an_error(tmp_path, caplog):
     corpus = ParallelCorpus(["1 2", "3 4"], ["5 6", "7 8"], "long")
     with pytest.raises(UserError, match=r"2 more than 1 words; the filters are .*max_words=1\b"):
         open_stores(tmp_path, [corpus], TOKENIZERS, dataclasses.replace(CONFIG, data=data))
-
-
-def test_special_ids_must_match_the_tokenizer(tmp_path):
-    config = dataclasses.replace(CONFIG, model=TransformerConfig(eos_id=5))
-    with pytest.raises(UserError, match=r"model\.eos_id=5, but the tokenizer has eos_id=2"):
-        open_stores(tmp_path, [CORPUS], TOKENIZERS, config)

@@ -19,13 +19,6 @@ CORPUS = load_corpus(CONFIG, "train")
 TRAINED = Tokenizers.train([CORPUS], CONFIG)
 
 
-def test_special_ids():
-    tokenizer = TRAINED.source
-    ids = (tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id, tokenizer.unk_id)
-    assert ids == (0, 1, 2, 3)
-    assert tokenizer.vocab_size == 500
-
-
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
 def test_decoding_inverts_encoding(kind):
     tokenizer = Tokenizers.train([CORPUS], dataclasses.replace(CONFIG, tokenizer=kind)).target
@@ -48,13 +41,6 @@ def test_encoding_adds_no_special_ids_and_decoding_skips_them():
     framed = [tokenizer.bos_id, *tokens, tokenizer.eos_id, *tokens, tokenizer.pad_id]
     padded = [*tokens, tokenizer.pad_id, tokenizer.pad_id]
     assert tokenizer.decode([framed, padded, []]) == ["twelve kilometers", "twelve kilometers", ""]
-
-
-def test_ids_that_only_the_embedding_table_has_are_unknown():
-    tokenizer = TRAINED.source
-    assert tokenizer.pieces([tokenizer.vocab_size, tokenizer.unk_id]) == ["<unk>", "<unk>"]
-    (tokens,) = tokenizer.encode(["twelve"])
-    assert tokenizer.decode([[*tokens, tokenizer.vocab_size + 5]]) == ["twelve \u2047 "]
 
 
 def test_without_byte_fallback_there_are_unknown_tokens():
@@ -95,12 +81,6 @@ def test_small_corpora_get_fewer_pieces(kind, texts, caplog):
     assert tokenizers.source.decode(tokenizers.source.encode(texts)) == texts
 
 
-def test_space_separated_digits_are_one_piece_each():
-    corpus = load_corpus(DataConfig(corpus="reverse", generated_pairs=200), "train")
-    tokenizer = Tokenizers.train([corpus], DataConfig()).source
-    assert [len(tokens) for tokens in tokenizer.encode(["7", "1 2 3 4"])] == [1, 4]
-
-
 def test_words_that_are_segmented_already_are_one_token_each():
     texts = ["a play@@ house , t-shirt", "d&apos; un compound@@ compound@@ compound@@ s 3.14"]
     config = DataConfig(tokenizer="word")
@@ -121,18 +101,6 @@ def test_vocabulary_smaller_than_the_number_of_characters():
         Tokenizers.train([CORPUS], dataclasses.replace(CONFIG, vocab_size=50))
 
 
-def test_words_of_long_lines_are_learned():
-    texts = ["short", "word " * 2000 + "last"]
-    config = DataConfig(tokenizer="word")
-    tokenizer = Tokenizers.train([ParallelCorpus(texts, texts, "long")], config).source
-    assert tokenizer.unk_id not in tokenizer.encode(["short word last"])[0]
-
-
-def test_corpus_without_text():
-    with pytest.raises(UserError, match="no text to learn"):
-        Tokenizers.train([ParallelCorpus(["", " "], ["", " "], "blank")], CONFIG)
-
-
 def test_missing_and_damaged_models(tmp_path):
     with pytest.raises(UserError, match=r"source\.model is missing"):
         Tokenizers.load(tmp_path)
@@ -147,14 +115,6 @@ def test_a_language_model_learns_from_its_targets():
     separate = Tokenizers.train([CORPUS], dataclasses.replace(CONFIG, joint_vocabulary=False))
     assert tokenizers.joint
     assert tokenizers.target.fingerprint == separate.target.fingerprint
-
-
-def test_vocabularies_are_learned_from_all_corpora():
-    halves = [
-        ParallelCorpus(CORPUS.sources[part], CORPUS.targets[part], "half")
-        for part in (slice(0, 200), slice(200, None))
-    ]
-    assert Tokenizers.train(halves, CONFIG).source.fingerprint == TRAINED.source.fingerprint
 
 
 @pytest.mark.parametrize(
@@ -195,12 +155,6 @@ def test_tags_are_one_piece_each_and_never_split(kind):
         assert sampled[:2] == both
 
 
-def test_tags_are_only_in_the_source_vocabulary():
-    tokenizers = tagged_tokenizer("bpe", joint=False)
-    assert len(tokenizers.source.encode(["<2fr>"])[0]) == 1
-    assert len(tokenizers.target.encode(["<2fr>"])[0]) > 1
-
-
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
 def test_sampled_segmentations_decode_to_the_text(kind):
     config = dataclasses.replace(CONFIG, tokenizer=kind)
@@ -231,19 +185,6 @@ def test_sampling_only_depends_on_the_seed(kind):
     assert all(results[seed] == [wanted[seed]] * 20 for seed in range(4))
 
 
-@pytest.mark.parametrize("folder", ["run", "run/tokenizer"])
-def test_the_vocabulary_of_another_run(tmp_path, folder):
-    TRAINED.save(tmp_path / "run" / "tokenizer")
-    config = dataclasses.replace(CONFIG, tokenizer_path=str(tmp_path / folder), vocab_size=300)
-    assert Tokenizers.for_run([], config).source.fingerprint == TRAINED.source.fingerprint
-
-
-def test_a_missing_vocabulary(tmp_path):
-    config = dataclasses.replace(CONFIG, tokenizer_path=str(tmp_path / "run"))
-    with pytest.raises(UserError, match=r"data\.tokenizer_path=.*run: there is no such file"):
-        Tokenizers.for_run([], config)
-
-
 def test_a_vocabulary_without_the_tags(tmp_path, caplog):
     TRAINED.save(tmp_path)
     Tokenizers.for_run([], dataclasses.replace(TAGGED, tokenizer_path=str(tmp_path)))
@@ -253,7 +194,3 @@ def test_a_vocabulary_without_the_tags(tmp_path, caplog):
     config = dataclasses.replace(TAGGED, tokenizer_path=str(tmp_path / "words"))
     with pytest.raises(UserError, match="the tag <2fr> is unknown in the vocabulary"):
         Tokenizers.for_run([], config)
-
-
-def test_a_vocabulary_is_learned_if_none_is_given():
-    assert Tokenizers.for_run([CORPUS], CONFIG).source.fingerprint == TRAINED.source.fingerprint

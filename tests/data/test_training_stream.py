@@ -18,7 +18,6 @@ from flaxformer_mt.config import (
 )
 from flaxformer_mt.data.stream import mixture, packing
 from flaxformer_mt.data.stream.batches import BatchShape, DataPosition, Shard
-from flaxformer_mt.data.stream.blocks import BlockMaker
 from flaxformer_mt.data.stream.packing import Sentences
 from flaxformer_mt.data.stream.training_stream import TrainingStream, choose_source_row_length
 from flaxformer_mt.data.tokenizers.base import Tokenizer
@@ -88,17 +87,7 @@ class RepeatingSampler:
 def sampled_corpus(count):
     corpus = random_pairs(count)
     texts = Sentences.from_texts([str(10 + i) for i in range(count)])
-    return dataclasses.replace(corpus, texts=texts)
-
-
-@pytest.mark.parametrize("count", [1, 3, 50, 101])
-@pytest.mark.parametrize("batching", ["packed", "buckets"])
-def test_every_pair_occurs_once_per_epoch(count, batching):
-    corpus = random_pairs(count)
-    # One row per batch, so that epochs end at a batch boundary.
-    setting = config(rows=1, batching=batching, bucket_lengths=(10,))
-    once = Counter(all_pairs(corpus))
-    assert read_epochs(TrainingStream([corpus], setting), 3) == [once] * 3
+    return dataclasses.replace(corpus, fields={"text": texts})
 
 
 @hypothesis.settings(max_examples=20)
@@ -129,13 +118,6 @@ def test_batches_across_blocks_and_epochs_contain_every_pair(lengths, rows, seed
         assert position.row == 0
 
 
-def test_a_batch_may_span_several_epochs():
-    corpus = pairs_of_lengths([(3, 4)])
-    batch, position = TrainingStream([corpus], config(rows=4)).read(DataPosition())
-    assert pairs_in(batch) == all_pairs(corpus) * 4
-    assert position == DataPosition(epoch=4, step=1)
-
-
 @pytest.mark.parametrize("sampling", [0.0, 0.1])
 @pytest.mark.parametrize("batching", ["packed", "buckets"])
 def test_resuming_from_a_saved_position_gives_the_same_batches(batching, sampling):
@@ -155,18 +137,6 @@ def test_resuming_from_a_saved_position_gives_the_same_batches(batching, samplin
             _, position = stream.read(position)
 
 
-def test_batches_depend_on_seed_and_epoch():
-    corpus = random_pairs(40)
-    setting = config(rows=1)
-    first, second = (
-        [pairs_in(batch) for batch in read_batches(TrainingStream([corpus], given), 10)]
-        for given in (setting, config(seed=1, rows=1))
-    )
-    assert first != second
-    later = read_batches(TrainingStream([corpus], setting), 10, DataPosition(epoch=1))
-    assert [pairs_in(batch) for batch in later] != first
-
-
 @pytest.mark.parametrize("batching", ["packed", "buckets"])
 def test_concatenated_shards_equal_the_batch(batching):
     setting = config(batching=batching, bucket_lengths=(4, 12))
@@ -181,15 +151,6 @@ def test_concatenated_shards_equal_the_batch(batching):
         chex.assert_trees_all_equal(joined, whole)
         assert set(positions) == {after}
         position = after
-
-
-def test_buckets_have_one_shape_per_used_length():
-    corpus = pairs_of_lengths([(2, 3), (15, 9), (4, 16), (17, 3)])
-    setting = config(rows=3, batching="buckets", bucket_lengths=(4, 8, 16, 24, 48))
-    stream = TrainingStream([corpus], setting)
-    assert stream.shapes == (BatchShape(36, 4, 4), BatchShape(9, 16, 16), BatchShape(6, 24, 24))
-    (pairs,) = read_epochs(stream)
-    assert pairs == Counter(all_pairs(corpus))
 
 
 def test_sampled_sources_that_exceed_a_row_are_not_used():
@@ -207,12 +168,6 @@ def test_sampled_sources_that_exceed_a_row_are_not_used():
     # RepeatingSampler returns more than 11 tokens nearly half of the time.
     assert 40 < changed < 80
     assert epochs[0] != epochs[1]
-
-
-def test_sampling_requires_a_vocabulary():
-    stream = TrainingStream([sampled_corpus(5)], config(subword_sampling=0.1))
-    with pytest.raises(ValueError, match="needs a vocabulary"):
-        stream.read(DataPosition())
 
 
 def test_language_model_batches_have_no_encoder_side():
@@ -349,13 +304,6 @@ def test_long_pairs_can_be_rejected(data, option):
     assert "\n" not in message
 
 
-def test_a_corpus_of_only_long_pairs_is_rejected():
-    with pytest.raises(
-        UserError, match=r"2 of 2 pairs are longer than .*long_sentences to truncate"
-    ):
-        TrainingStream([pairs_of_lengths([(30, 4), (3, 40)])], config())
-
-
 # Virtual streams.
 
 
@@ -394,35 +342,6 @@ def gathered(positions):
         saved = {json.dumps(position.to_json()) for position in positions}
     (text,) = saved
     return DataPosition.from_json(json.loads(text))
-
-
-@pytest.mark.slow
-def test_each_of_64_processes_plans_a_64th(many_streams, monkeypatch):
-    corpus, setting = random_pairs(2100), config(rows=256)
-    planned = []
-    make_block = BlockMaker.make
-
-    def note(maker, epoch, number, block):
-        planned.append((epoch, number, block))
-        return make_block(maker, epoch, number, block)
-
-    monkeypatch.setattr(BlockMaker, "make", note)
-
-    def planned_by(shard):
-        planned.clear()
-        stream, position = TrainingStream([corpus], setting), DataPosition()
-        for _ in range(6):
-            _, position = stream.read(position, shard)
-        stream._thread.shutdown()
-        return set(planned)
-
-    whole = planned_by(Shard())
-    parts = [planned_by(Shard(index, 64)) for index in range(64)]
-    assert {stream for _, stream, _ in whole} == {*range(256)}
-    assert [{stream for _, stream, _ in part} for part in parts] == [
-        {*range(4 * index, 4 * index + 4)} for index in range(64)
-    ]
-    assert sum(map(len, parts)) == len(whole)
 
 
 def test_every_pair_occurs_once_per_epoch_of_several_streams(many_streams):
@@ -466,25 +385,3 @@ def test_source_and_target_rows_are_filled_equally(ratio, multiple, monkeypatch)
     assert length % multiple == 0
     chosen = config(source_row_length=length, target_row_length=64)
     assert min(TrainingStream([corpus], chosen).fill) >= 0.95
-
-
-def test_source_rows_fit_the_sources():
-    corpus = pairs_of_lengths([(3, 60)] * 40 + [(30, 5)])
-    assert choose_source_row_length([corpus], config(target_row_length=64)) >= 30
-
-
-def test_pairs_that_are_dropped_do_not_lengthen_source_rows():
-    pairs = [(20, 20)] * 990
-    setting = config(source_row_length=0, target_row_length=64)
-    expected = choose_source_row_length([pairs_of_lengths(pairs)], setting)
-    corpus = pairs_of_lengths([*pairs, *[(800, 800)] * 10])
-    assert choose_source_row_length([corpus], setting) == expected
-    truncating = config(source_row_length=0, target_row_length=64, long_sentences="truncate")
-    assert choose_source_row_length([corpus], truncating) == 800
-
-
-def test_source_row_length_of_buckets_and_language_models():
-    buckets = config(source_row_length=0, batching="buckets", bucket_lengths=(8, 24))
-    assert choose_source_row_length([pairs_of_lengths([(3, 4)])], buckets) == 24
-    language_model = config(source_row_length=0, model=TransformerConfig(has_inputs=False))
-    assert choose_source_row_length([encoded(None, [[5, 2]])], language_model) == 10

@@ -1,12 +1,9 @@
 """Word alignment, from hand-made attention and from a model that copies."""
 
-import dataclasses
-
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from talker import padded, random_params, sentences, with_decode
+from talker import padded, with_decode
 
 from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE
 from flaxformer_mt.decoding.scoring.alignment import (
@@ -71,13 +68,6 @@ def test_pieces_are_words_where_no_spaces_separate_them(pieces, groups):
     assert aligned_words(pieces) == groups
 
 
-def test_words_match_the_text(talker):
-    texts = [*sentences(5, longest=6), "  ein ☃  Hund. ", "x", ""]
-    for text, pieces in zip(texts, talker.tokenizers.source.split(texts), strict=True):
-        found = "".join(pieces).replace(SPACE, " ").split()
-        assert max(words(pieces), default=-1) + 1 == len(found) == len(text.split())
-
-
 def test_end_tokens_are_removed():
     attention = np.arange(12).reshape(3, 4)
     np.testing.assert_array_equal(
@@ -125,52 +115,6 @@ def test_unknown_tokens_become_pieces_where_no_spaces_separate_words():
 
 def test_without_a_source_word_unknown_tokens_stay():
     assert copy_unknown((1, 0), np.zeros((2, 0)), [], Vocabulary()) == "der<unk>"
-
-
-@pytest.fixture(scope="module")
-def copier(talker):
-    """A model whose target tokens attend to the source token at their own position.
-
-    Embeddings are zero and positions unit vectors, so that queries and keys depend on positions
-    alone.
-    """
-    width = talker.config.model.d_model
-    model = dataclasses.replace(
-        talker.config.model,
-        num_decoder_layers=2,
-        head_dim=width,
-        norm_position="pre",
-        position_kind="learned",
-        max_length=width,
-    )
-    copier = dataclasses.replace(talker, config=dataclasses.replace(talker.config, model=model))
-    params = jax.tree.map(jnp.zeros_like, random_params(copier.model))
-    for side in ("source", "target"):
-        params[f"{side}_positions"]["embedding"] = jnp.eye(width)
-    decoder = params["decoder"]["layers"]
-    decoder["cross_attention_norm"]["scale"] = jnp.ones((2, width))
-    # [L, D, H * K]: the first head of the second layer attends uniformly, the others sharply.
-    sharp = jnp.tile(20 * jnp.eye(width), (2, 1, 2))
-    for name in ("query", "key"):
-        decoder["cross_attention"][name]["kernel"] = sharp.at[1, :, :width].set(0)
-    return dataclasses.replace(copier, params=params)
-
-
-@pytest.mark.slow
-def test_layer_and_head_can_be_chosen(copier):
-    row = [*copier.tokenizers.source.encode(["ein kleiner Hund"])[0], copier.model.eos_id]
-
-    def attention(layer, head):
-        decode = with_decode(copier, alignment_layer=layer, alignment_head=head).config.decode
-        (found,) = teacher_force(copier.params, copier.model, decode, [row], [row], attention=True)
-        assert found.attention.shape == (len(row), len(row))
-        return found.attention
-
-    sharp, uniform = attention(1, 1), attention(1, 0)
-    np.testing.assert_allclose(uniform, 1 / len(row), rtol=1e-5)
-    assert sharp.diagonal().min() > 0.9
-    np.testing.assert_allclose(attention(-1, -1), (sharp + uniform) / 2, rtol=1e-5, atol=1e-6)
-    assert attention(0, 0).diagonal().min() > 0.9
 
 
 def test_attention_is_that_of_the_full_model(talker):

@@ -9,7 +9,7 @@ from flaxformer_mt.decoding import attention_weights
 from flaxformer_mt.decoding.attention_weights import AttentionMaps, sentence_attention
 from flaxformer_mt.decoding.translator import Translator
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.model.transformer import AttentionWeights, Transformer
+from flaxformer_mt.model.transformer import Transformer
 
 
 def translator(talker):
@@ -61,16 +61,6 @@ def test_entropy_and_alignment():
     assert maps.entropies.dtype == np.float32
     assert maps.alignment.tolist() == [[[0, 0, 1, 0]]]
     assert not np.signbit(maps.entropies).any()
-
-
-def test_kinds_that_a_model_does_not_have_are_absent(talker, monkeypatch):
-    weights = AttentionWeights(np.ones((1, 1, 2, 16, 16)), None, np.ones((1, 1, 2, 16, 16)))
-    monkeypatch.setattr(attention_weights, "_attention_weights", lambda *_, **__: weights)
-    found = sentence_attention(translator(talker), "Hund", "die")
-    assert found.maps.keys() == {"encoder", "cross"}
-    assert found.maps["cross"].weights.shape[2:] == (
-        len(found.target_tokens), len(found.source_tokens),
-    )  # fmt: skip
 
 
 def test_what_cannot_be_shown_is_an_error(talker, monkeypatch):

@@ -47,29 +47,6 @@ def test_models_are_averaged(how):
     assert counts == (1, 11, 21)
 
 
-@pytest.mark.parametrize("how", ["log", "probability"])
-def test_an_ensemble_of_equal_models_is_that_model(how):
-    (logits,) = random_logits(1)
-    together = mean_log_probabilities([logits, logits], how)
-    np.testing.assert_allclose(together, jax.nn.log_softmax(logits), atol=1e-6)
-
-
-def test_one_model_passes_untouched():
-    (logits,) = random_logits(1)
-    output, _ = combine([counting_step(logits)], "probability")(TOKENS, (0,), POSITIONS)
-    assert output.logits is logits
-
-
-def test_attention_is_averaged():
-    attentions = [jnp.full((B, W, S), value) for value in (0.1, 0.5)]
-    steps = [
-        counting_step(logits, attention)
-        for logits, attention in zip(random_logits(2), attentions, strict=True)
-    ]
-    output, _ = combine(steps, "log")(TOKENS, (0, 0), POSITIONS)
-    np.testing.assert_allclose(output.attention, np.full((B, W, S), 0.3), rtol=1e-6)
-
-
 def test_a_token_excluded_by_one_model():
     first = jnp.array([0.0, 0.0, -jnp.inf, -jnp.inf])
     second = jnp.array([0.0, -jnp.inf, 0.0, -jnp.inf])
@@ -105,10 +82,6 @@ def run(source="s", target="t", **model):
     )
     config = ExperimentConfig(model=TransformerConfig(**model))
     return TrainedModel(config, {}, vocabularies, step=0)
-
-
-def test_models_of_different_sizes_can_form_an_ensemble():
-    require_same_vocabularies([("a", run()), ("b", run(num_encoder_layers=1))])
 
 
 @pytest.mark.parametrize(

@@ -132,32 +132,6 @@ def test_samples_depend_on_the_key_alone():
     assert len(set(drawn(first))) > SAMPLES
 
 
-@pytest.mark.slow
-def test_fewer_samples_are_the_first_of_more():
-    world, rows = random_world(4), batched([Constraints(P)] * B, seeds=[1, 2, 3])
-    fewer = find(world, rows, dataclasses.replace(PLAIN, beam_size=2, n_best=2))
-    more = drawn(find(world, rows, PLAIN))
-    for row in range(B):
-        assert set(drawn(fewer)[2 * row : 2 * row + 2]) <= set(more[SAMPLES * row :][:SAMPLES])
-
-
-@pytest.mark.slow
-def test_scores_do_not_depend_on_the_temperature():
-    world = random_world(5)
-    result = find(world, batched([Constraints(P)] * B, seeds=[1, 2, 3]), ALL)
-    log_probabilities = scipy.special.log_softmax(world[0].astype(np.float64), axis=-1)
-    assert (np.diff(result.scores, axis=1) <= 0).all()
-    for number, tokens in enumerate(drawn(result)):
-        row, rank = divmod(number, SAMPLES)
-        total = sum(
-            log_probabilities[row, node_of(tokens[:index]), token]
-            for index, token in enumerate(tokens)
-        )
-        np.testing.assert_allclose(result.log_probabilities[row, rank], total, rtol=1e-5)
-        penalty = ((5 + len(tokens)) / 6) ** PLAIN.length_penalty
-        np.testing.assert_allclose(result.scores[row, rank], total / penalty, rtol=1e-5)
-
-
 def test_samples_keep_to_the_rules():
     options = dataclasses.replace(
         ALL, no_repeat_ngram_size=1, bad_phrases=((3, 4),), min_length=True, force_end=True

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from talker import exhaust_memory, full_pass, padded, sentences, with_decode
+from talker import exhaust_memory, sentences
 
 from flaxformer_mt.config import DecodeConfig
 from flaxformer_mt.decoding.scoring import scorer as scorer_module
@@ -28,24 +28,6 @@ def test_scores_are_those_of_the_full_pass_of_each_pair(talker):
         assert found.tokens == tokens
         np.testing.assert_allclose(found.token_log_probabilities, expected, rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(found.log_probability, expected.sum(), rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_with_renormalization_padding_and_start_have_no_probability(talker):
-    renormalized = score(with_decode(talker, renormalize=True))
-    for source, found, plain in zip(SOURCES, renormalized, score(talker), strict=True):
-        row = padded([*talker.tokenizers.source.encode([source])[0], talker.model.eos_id])
-        inputs = padded([talker.model.bos_id, *found.tokens[:-1]])
-        every = full_pass(talker.params, row, inputs, model=talker.model)[0, : len(found.tokens)]
-        left = -np.log1p(-np.exp(every[:, [0, 1]]).sum(axis=1))
-        expected = np.add(plain.token_log_probabilities, left)
-        np.testing.assert_allclose(found.token_log_probabilities, expected, rtol=1e-4, atol=1e-5)
-        assert left.max() > 1e-4  # Neither probability is negligible in this random model.
-
-
-def test_scores_have_their_pieces(talker):
-    for target, found in zip(TARGETS, score(talker), strict=True):
-        assert list(found.pieces) == [*talker.tokenizers.target.split([target])[0], "</s>"]
 
 
 def test_scores_can_be_normalized():
@@ -81,22 +63,6 @@ def test_several_translations_of_a_sentence_are_scored_as_pairs(talker):
     assert [(each.source, list(each.targets)) for each in found] == candidates
     pairs = score(talker, [SOURCES[0]] * 3 + [SOURCES[1]], TARGETS[:4])
     assert [each.scores for each in found] == [pairs[:3], pairs[3:]]
-
-
-def test_error_messages_count_sentences_across_chunks(talker, monkeypatch):
-    monkeypatch.setattr(scorer_module, "CHUNK_SIZE", 3)
-    model = dataclasses.replace(talker.config.model, position_kind="learned", max_length=12)
-    params = {
-        **talker.params,
-        **{f"{side}_positions": {"embedding": np.zeros((12, 16))} for side in ("source", "target")},
-    }
-    pairs = [("ein", "ein")] * 4 + [("Hund " * 20, "ein")]
-    scorer = Scorer(model, params, talker.tokenizers)
-    with pytest.raises(UserError, match="sentence 5 has"):
-        list(scorer.stream(pairs))
-    candidates = [(source, [target, target]) for source, target in pairs]
-    with pytest.raises(UserError, match="sentence 5 has"):
-        list(scorer.stream_candidates(candidates))
 
 
 def test_language_models_are_rejected(talker):

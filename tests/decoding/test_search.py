@@ -50,16 +50,8 @@ ARRANGEMENTS = {
         GREEDY, coverage_penalty=0.2, repetition_penalty=1.0, renormalize=True, min_length=True
     ),
     "never": BEAM,
-    "heuristic": dataclasses.replace(
-        BEAM, early_stopping="heuristic", length_penalty_kind="average"
-    ),
-    "first": dataclasses.replace(BEAM, early_stopping="first", beam_size=2, n_best=1),
-    "coverage": dataclasses.replace(BEAM, early_stopping="heuristic", coverage_penalty=0.2),
     "rules": dataclasses.replace(
         BEAM, no_repeat_ngram_size=2, bad_phrases=BAD_PHRASES, min_length=True, renormalize=True
-    ),
-    "required end": dataclasses.replace(
-        BEAM, force_end=True, repetition_penalty=1.0, min_length=True
     ),
     "groups": dataclasses.replace(BEAM, beam_groups=3),
     "all": dataclasses.replace(
@@ -92,7 +84,7 @@ def search_slowly(world, row, constraints, options):
 
 @pytest.mark.slow_except("all")
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(seeds, ends, numbers, three_constraints)
 def test_search_matches_the_slow_search(arrangement, seed, end, numbers, per_row):
     world, options = random_world(seed, end), with_numbers(ARRANGEMENTS[arrangement], numbers)
@@ -129,6 +121,7 @@ def test_search_stops_when_nothing_better_is_expected(alpha, early_stopping, ste
     assert sorted(steps_taken) == list(range(steps))
 
 
+@pytest.mark.slow_except("all")
 @pytest.mark.parametrize("arrangement", ["greedy", "never", "all"])
 def test_logits_that_are_not_finite_give_no_hypothesis(arrangement):
     logits, attention = random_world(0)
@@ -140,37 +133,14 @@ def test_logits_that_are_not_finite_give_no_hypothesis(arrangement):
         assert (result.scores == np.float32(IMPOSSIBLE)).all()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("arrangement", ["greedy, penalties", "rules", "all"])
-def test_logits_of_minus_infinity_only_rule_out_tokens(arrangement):
-    logits, attention = random_world(0)
-    logits[:, :, 4] = -np.inf
-    result = find((logits, attention), batched(UNCONSTRAINED), ARRANGEMENTS[arrangement])
-    assert result.lengths[:, 0].all()
-    assert not (result.tokens == 4).any()
-    for array in result:
-        assert np.isfinite(array).all()
-
-
-@pytest.mark.parametrize("arrangement", ["greedy, penalties", "rules"])
-def test_an_impossible_wish_gives_no_hypothesis_and_disturbs_no_other(arrangement):
+def test_an_impossible_wish_gives_no_hypothesis_and_disturbs_no_other():
     # Only the end token is left to choose from, and it would come too early.
     impossible = Constraints(P, minimum=2, allowed=frozenset({EOS}))
-    world, options = random_world(0), ARRANGEMENTS[arrangement]
+    world, options = random_world(0), ARRANGEMENTS["all"]
     result = find(world, batched([Constraints(P), impossible, Constraints(P)]), options)
     assert (result.lengths[:, 0] > 0).tolist() == [True, False, True]
     assert not np.isnan(result.scores).any()
     assert_row_is(result, 0, search_slowly(world, 0, Constraints(P), options))
-
-
-def test_a_prefix_counts_like_all_other_tokens():
-    world, constraints = random_world(3), Constraints(P, prefix=(5, 4))
-    result = find(world, batched([constraints] * B), GREEDY)
-    log_probabilities = jax.nn.log_softmax(world[0][0])
-    tokens = result.tokens[0, 0, : result.lengths[0, 0]].tolist()
-    assert tokens[:2] == [5, 4]
-    expected = sum(log_probabilities[node_of(tokens[:i]), t] for i, t in enumerate(tokens))
-    np.testing.assert_allclose(result.log_probabilities[0, 0], expected, rtol=1e-5)
 
 
 def test_length_penalties():
@@ -193,20 +163,6 @@ def test_coverage_needs_attention_and_mask():
     rows = rows._replace(source_mask=jnp.ones((1, S), bool))
     with pytest.raises(ValueError, match="returns attention"):
         search(blind_step, gather_hypotheses, options, start(rows, (), options, P))
-
-
-@pytest.mark.slow
-def test_padding_of_the_source_needs_no_coverage():
-    logits, attention = random_world(0)
-    rows, options = batched(UNCONSTRAINED), ARRANGEMENTS["coverage"]
-    without, fully = (attention * [1, 1, 1, 0] + [0, 0, 0, share] for share in (0, 1))
-    mask = rows.source_mask & [True, True, True, False]
-    masked = find((logits, without.astype(np.float32)), rows._replace(source_mask=mask), options)
-    expected = find((logits, fully.astype(np.float32)), rows, options)
-    for ours, theirs in zip(masked, expected, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
-    unmasked = find((logits, without.astype(np.float32)), rows, options)
-    assert (unmasked.scores < masked.scores - 10).all()
 
 
 def test_options_follow_from_the_configuration():

@@ -38,14 +38,6 @@ def test_sentence_boundaries(parts):
     assert "".join(sentences(text)) == text
 
 
-def test_line_separators_end_sentences():
-    assert split("a b\u2028c d\x0ce f", 2, count_words) == [
-        Segment("a b"),
-        Segment("c d"),
-        Segment("e f"),
-    ]
-
-
 def test_only_long_sentences_are_split_further():
     text = "Abc def. One two, six ten; one six. Abc abc abc abc abc abc. Abcdefghijkl."
     assert split(text, 4, count_words) == [

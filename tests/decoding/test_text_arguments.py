@@ -3,11 +3,10 @@
 import pytest
 from talker import sentences
 
-from flaxformer_mt import Run, interop, train
+from flaxformer_mt import interop
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.config.files import load_config
 from flaxformer_mt.decoding.scoring.scorer import Scorer
-from flaxformer_mt.decoding.sentence_decoder import Hypothesis, Sentence
+from flaxformer_mt.decoding.sentence_decoder import Sentence
 from flaxformer_mt.decoding.translator import Translator
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.evaluation import evaluate
@@ -26,47 +25,12 @@ def scorer(talker):
 TEXTS = sentences(3)
 
 
-@pytest.mark.slow
-def test_a_string_gives_a_string_and_a_list_a_list(translator):
-    listed = translator.translate(TEXTS, beam_size=1)
-    assert all(isinstance(text, str) for text in listed)
-    assert translator.translate(TEXTS[1], beam_size=1) == listed[1]
-    assert translator.translate(Sentence(TEXTS[1]), beam_size=1) == listed[1]
-    for kind in (
-        tuple,
-        iter,
-        lambda texts: (text for text in texts),
-        lambda texts: map(str, texts),
-    ):
-        assert translator.translate(kind(TEXTS), beam_size=1) == listed
-    assert translator.translate([], beam_size=1) == []
-    assert translator.translate("", beam_size=1) == ""
-
-
-@pytest.mark.slow
-def test_n_best_lists_of_a_string_and_of_a_list(translator):
-    listed = translator.translate_n_best(TEXTS, 2)
-    assert [len(hypotheses) for hypotheses in listed] == [2, 2, 2]
-    alone = translator.translate_n_best(TEXTS[0], 2)
-    assert all(isinstance(hypothesis, Hypothesis) for hypothesis in alone)
-    assert [each.text for each in alone] == [each.text for each in listed[0]]
-
-
 NO_TEXTS = [
-    ([None], r"sentences\[0\] must be a string, not NoneType"),
     (["a", b"b"], r"sentences\[1\] must be a string, not bytes"),
-    ([["a"]], r"sentences\[0\] must be a string, not list"),
-    ([3.5], r"sentences\[0\] must be a string, not float"),
     (None, "sentences must be a list of strings or Sentence, not NoneType"),
-    (3, "sentences must be a list of strings or Sentence, not int"),
-    (b"a", "sentences must be a list of strings or Sentence, not bytes"),
     ({"a": 1}, "sentences must be a list of strings or Sentence, not dict"),
-    ({"a"}, "sentences must be a list of strings or Sentence, not set"),
     ([Sentence(None)], r"sentences\[0\]\.text must be a string, not NoneType"),
-    ([Sentence("a", 3)], r"sentences\[0\]\.prefix must be a string, not int"),
     ([Sentence("a", "", "bc")], r"\.phrases must be a list of strings, not a single string"),
-    ([Sentence("a", "", [None])], r"\.phrases\[0\] must be a string, not NoneType"),
-    (Sentence("a", "", 3), r"\.phrases must be a list of strings, not int"),
 ]
 
 
@@ -117,18 +81,6 @@ def test_an_unknown_unit_is_named(translator, scorer):
         list(scorer.stream([("a", "b")], "letters"))
 
 
-@pytest.mark.parametrize("given", [None, 3, b"folder", ["folder"]])
-def test_what_is_no_path_is_a_type_error(given):
-    for function in (
-        Run,
-        load_config,
-        lambda path: interop.load("tunz", path),
-        lambda path: train(path, "folder"),
-    ):
-        with pytest.raises(TypeError, match=r"path|str|Path"):
-            function(given)
-
-
 def test_what_is_no_checkpoint_is_a_type_error():
     for given in (None, 3, ["a"], b"model.pt"):
         with pytest.raises(TypeError, match="must be a path or a state dict, not"):
@@ -139,12 +91,3 @@ def test_what_is_no_checkpoint_is_a_type_error():
         interop.save("tunz", TransformerConfig(), [], "model.safetensors")
     with pytest.raises(TypeError, match="family must be a name or a Family, not NoneType"):
         interop.load(None, {})
-
-
-def test_a_run_needs_a_folder():
-    with pytest.raises(TypeError, match="folders"):
-        Translator.from_run(None)
-    with pytest.raises(TypeError, match="must be a path"):
-        Translator.from_run([None])
-    with pytest.raises(UserError, match="name at least one"):
-        Translator.from_run([])

@@ -1,6 +1,5 @@
 """Samples drawn inside a training step."""
 
-import dataclasses
 import functools
 
 import chex
@@ -8,13 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from talker import full_pass
 
 from flaxformer_mt.data.stream.batches import Batch
 from flaxformer_mt.decoding.training_samples import Samples, sample
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.model.transformer import Transformer
 
 END = 2
 SOURCE = np.array([[5, 9, 7, END, 0], [8, END, 0, 0, 0], [0, 0, 0, 0, 0]], np.int32)
@@ -59,87 +56,6 @@ def test_log_probabilities_are_those_of_the_full_pass(talker):
     assert not lengths[2].any()  # A row without a sentence.
 
 
-@pytest.mark.slow
-def test_samples_have_the_distribution_of_the_model(talker):
-    """The first token, drawn 4,000 times, by a chi-squared test of the likely tokens."""
-    found = draw(talker, SOURCE[1:2], n=4000, max_length=1)
-    counts = np.bincount(np.asarray(found.tokens).ravel(), minlength=300)
-    inputs = np.full((1, 100), 0, np.int32)
-    inputs[0, 0] = talker.model.bos_id
-    source = np.pad(SOURCE[1:2], ((0, 0), (0, 95)))
-    probabilities = np.exp(full_pass(talker.params, source, inputs, model=talker.model)[0, 0])
-    probabilities[[talker.model.pad_id, talker.model.bos_id]] = 0
-    probabilities /= probabilities.sum()
-    likely = probabilities > 0.002
-    expected = 4000 * probabilities[likely]
-    statistic = ((counts[likely] - expected) ** 2 / expected).sum()
-    assert statistic < likely.sum() + 5 * (2 * likely.sum()) ** 0.5
-    assert likely.sum() > 10
-
-
-@pytest.mark.slow
-def test_keys_and_rows_give_other_samples(talker):
-    twice = np.concatenate([SOURCE[:1], SOURCE[:1]])
-    first, other = draw(talker, twice), draw(talker, twice, seed=1)
-    np.testing.assert_array_equal(first.tokens, draw(talker, twice).tokens)
-    assert (first.tokens != other.tokens).any()
-    assert (first.tokens[0] != first.tokens[1]).any()
-
-
-@pytest.mark.slow
-def test_options(talker):
-    greedy = draw(talker, top_k=1)
-    assert (greedy.tokens[0] == greedy.tokens[0, :1]).all()
-    # 1.5 tokens per source token, and 20.
-    assert greedy.tokens.shape[2] == 26
-    cold = draw(talker, temperature=0.01)
-    np.testing.assert_allclose(cold.log_probabilities, greedy.log_probabilities, rtol=1e-4)
-    with pytest.raises(UserError, match=r"decode\.top_p=2"):
-        draw(talker, top_p=2.0)
-
-
-def test_the_maximum_length_is_that_of_learned_positions(talker):
-    model = dataclasses.replace(talker.model, position_kind="learned", max_length=6)
-    params = jax.eval_shape(Transformer(model).init, jax.random.key(0), SOURCE, SOURCE)["params"]
-    draw_two = functools.partial(sample, model, n=2)
-    found = jax.eval_shape(draw_two, params, SOURCE, jax.random.key(0))
-    assert found.tokens.shape == (3, 2, 6)
-
-
-@pytest.mark.slow
-def test_an_objective_with_samples_has_gradients(talker):
-    """Minimum risk: samples are constants, their probabilities are differentiated."""
-    model = talker.model
-
-    def risk(params):
-        found = sample(model, params, SOURCE[:2], jax.random.key(0), 3, max_length=6)
-        rows = jnp.repeat(SOURCE[:2], 3, axis=0)
-        inputs = found.input_tokens.reshape(6, 6)
-        logits = Transformer(model).apply({"params": params}, rows, inputs)
-        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), found.tokens.reshape(6, 6, 1), 2)
-        scores = (chosen[..., 0].reshape(2, 3, 6) * found.weights).sum(axis=-1)
-        costs = found.weights.sum(axis=-1)
-        return (jax.nn.softmax(scores) * costs).sum()
-
-    gradients = jax.jit(jax.grad(risk))(talker.params)
-    assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
-    assert any(jnp.any(leaf != 0) for leaf in jax.tree.leaves(gradients))
-
-
-@pytest.mark.slow
-def test_sharded_parameters_give_the_same_samples(talker):
-    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("rows", "columns"))
-
-    def sharded(leaf):
-        spec = PartitionSpec("columns") if leaf.shape[0] % 2 == 0 else PartitionSpec()
-        return jax.device_put(leaf, NamedSharding(mesh, spec))
-
-    source = np.concatenate([SOURCE, SOURCE[:1]])
-    placed = jax.device_put(source, NamedSharding(mesh, PartitionSpec("rows")))
-    apart = dataclasses.replace(talker, params=jax.tree.map(sharded, talker.params))
-    np.testing.assert_array_equal(draw(apart, placed).tokens, draw(talker, source).tokens)
-
-
 def test_rows_are_a_batch_of_every_sample_with_its_source():
     batch = padded_batch(SOURCE[:2])
     tokens = np.array([[[5, END, 0], [7, 8, END]], [[END, 0, 0], [9, END, 0]]], np.int32)
@@ -180,11 +96,3 @@ def test_packed_rows_that_are_traced_give_nan(talker):
     segment_ids = np.array([[1, 1, 1, 1, 0], [1, 2, 0, 0, 0]], np.int32)
     found = draw(talker, batch_of(SOURCE[:2], segment_ids), unpacked=True)
     assert np.isnan(found.weights).any(axis=(1, 2)).tolist() == [False, True]
-
-
-def test_other_values_are_errors(talker):
-    with pytest.raises(TypeError, match="source_batch must be tokens"):
-        draw(talker, SOURCE[0])
-    model = dataclasses.replace(talker.model, has_inputs=False)
-    with pytest.raises(UserError, match="has_inputs=False"):
-        sample(model, {}, SOURCE, jax.random.key(0), 2)

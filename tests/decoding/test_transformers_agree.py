@@ -58,23 +58,11 @@ RULES = {
         ),
         logits_process.MinNewTokensLengthLogitsProcessor(0, 8, EOS),
     ),
-    "minimum reached": (
-        lambda scores, tokens, positions: token_scores.forbid_early_end(
-            scores, positions, jnp.array([7]), EOS
-        ),
-        logits_process.MinLengthLogitsProcessor(7, EOS),
-    ),
     "required end": (
         lambda scores, tokens, positions: token_scores.require_end(
             scores, jnp.zeros((1, WIDTH, 1)), positions, jnp.array([8]), EOS
         ),
         logits_process.ForcedEOSTokenLogitsProcessor(8, EOS),
-    ),
-    "end not yet required": (
-        lambda scores, tokens, positions: token_scores.require_end(
-            scores, jnp.zeros((1, WIDTH, 1)), positions, jnp.array([9]), EOS
-        ),
-        logits_process.ForcedEOSTokenLogitsProcessor(9, EOS),
     ),
 }
 
@@ -101,10 +89,6 @@ SAMPLERS = {
         lambda logits: sampling.keep_top_p(logits, 0.7),
         logits_process.TopPLogitsWarper(0.7),
     ),
-    "top_p of nothing": (
-        lambda logits: sampling.keep_top_p(logits, 1e-6),
-        logits_process.TopPLogitsWarper(1e-6),
-    ),
     "min_p": (
         lambda logits: sampling.keep_min_p(logits, 0.2),
         logits_process.MinPLogitsWarper(0.2),
@@ -112,10 +96,6 @@ SAMPLERS = {
     "epsilon": (
         lambda logits: sampling.keep_above_epsilon(logits, 0.15),
         logits_process.EpsilonLogitsWarper(0.15),
-    ),
-    "epsilon above all": (
-        lambda logits: sampling.keep_above_epsilon(logits, 0.99),
-        logits_process.EpsilonLogitsWarper(0.99),
     ),
     "temperature and all others": (
         lambda logits: sampling.filter_logits(
@@ -203,40 +183,22 @@ def until_end(tokens):
 PLAIN = SearchOptions(
     **SPECIAL, beam_size=3, n_best=3, length_penalty_kind="average", min_length=True
 )
-GENERATE = {
-    **{
-        kind: dataclasses.replace(PLAIN, early_stopping=kind)
-        for kind in ("never", "heuristic", "first")
-    },
-    "rules": dataclasses.replace(
-        PLAIN,
-        early_stopping="heuristic",
-        repetition_penalty=1.3,
-        no_repeat_ngram_size=2,
-        bad_phrases=((3, 4), (5, 5), (4, 3, 5)),
-        force_end=True,
-        renormalize=True,
-    ),
-    # As in mBART and M2M-100.
-    "start and end are one": dataclasses.replace(PLAIN, bos_id=EOS, repetition_penalty=1.3),
-    "greedy": dataclasses.replace(
-        PLAIN,
-        beam_size=1,
-        n_best=1,
-        repetition_penalty=1.3,
-        no_repeat_ngram_size=2,
-        bad_phrases=((3, 4), (5, 5), (4, 3, 5)),
-    ),
-}
+RULES_OF_GENERATE = dataclasses.replace(
+    PLAIN,
+    early_stopping="heuristic",
+    repetition_penalty=1.3,
+    no_repeat_ngram_size=2,
+    bad_phrases=((3, 4), (5, 5), (4, 3, 5)),
+    force_end=True,
+    renormalize=True,
+)
 
 
-@pytest.mark.slow_except("rules")
-@pytest.mark.parametrize("name", GENERATE)
-def test_searches_agree(name):
+def test_searches_agree():
     for seed, (alpha, end, minimum) in enumerate(
         [(1.0, 0.0, 0), (0.0, 1.0, 0), (2.0, 2.0, 1), (0.6, 1.0, 2), (2.0, 3.0, 0), (1.0, 2.0, 0)]
     ):
-        options = dataclasses.replace(GENERATE[name], length_penalty=alpha)
+        options = dataclasses.replace(RULES_OF_GENERATE, length_penalty=alpha)
         world, constraints = random_world(seed, end), Constraints(P, minimum)
         result = jax.device_get(find(world, batched([constraints] * B), options))
         for row in range(B):
@@ -244,5 +206,4 @@ def test_searches_agree(name):
             lengths = result.lengths[row].tolist()
             ours = [t[:n].tolist() for t, n in zip(result.tokens[row], lengths, strict=True)]
             assert ours == tokens
-            if options.beam_size > 1:
-                np.testing.assert_allclose(result.scores[row], scores, atol=1e-5)
+            np.testing.assert_allclose(result.scores[row], scores, atol=1e-5)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import math
 
 import jax
 import numpy as np
@@ -10,9 +9,8 @@ import opus_mt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from talker import exhaust_memory, random_params, sentences, with_decode, with_end_bias
+from talker import exhaust_memory, sentences, with_decode, with_end_bias
 
-import flaxformer_mt as fmt
 from flaxformer_mt.config import CorpusConfig, DataConfig, DecodeConfig
 from flaxformer_mt.data.corpora.corpus import ParallelCorpus
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
@@ -21,8 +19,6 @@ from flaxformer_mt.decoding.batching import continuous_batching
 from flaxformer_mt.decoding.scoring.scorer import Scorer
 from flaxformer_mt.decoding.sentence_decoder import (
     SentenceDecoder,
-    longest_target,
-    on_one_line,
 )
 from flaxformer_mt.decoding.translator import Sentence, Translator, in_order, windows
 from flaxformer_mt.errors import UserError
@@ -32,43 +28,10 @@ SENTENCES = [*sentences(12, longest=2), "", *sentences(2, seed=3, longest=2), " 
 BEAM = {"beam_size": 3, "n_best": 3}
 GREEDY = {"beam_size": 1, "n_best": 1}
 SAMPLING = {"sampling": True, "n_best": 4, "top_p": 0.9, "temperature": 0.7, "seed": 5}
-CONSTRAINED = [
-    Sentence("Hund bellt", prefix="die", phrases=("grüne",)),
-    Sentence("", prefix="die", phrases=("grüne",)),
-    Sentence("kleiner Hund", prefix="und", phrases=("roter",)),
-]
 
 
 def make_translator(talker):
     return Translator(*talker.parts)
-
-
-@pytest.mark.parametrize("beam_size", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_log_probabilities_of_the_cached_search_are_those_of_the_full_pass(talker, beam_size):
-    found = make_translator(talker).translate_n_best(
-        SENTENCES, beam_size, beam_size=beam_size, length_penalty=0.0
-    )
-    for sentence, hypotheses in zip(SENTENCES, found, strict=True):
-        for hypothesis in hypotheses:
-            if hypothesis.tokens:
-                expected = talker.full_pass(sentence, hypothesis.tokens).sum()
-                np.testing.assert_allclose(hypothesis.score, expected, rtol=1e-5, atol=1e-5)
-
-
-CONSTRAINTS = {**BEAM, "no_repeat_ngram_size": 3, "bad_words": ("Hund",), "max_length": 24}
-
-
-@pytest.mark.slow
-def test_prefix_and_phrases_appear(talker):
-    found = make_translator(talker).translate_n_best(CONSTRAINED, **CONSTRAINTS)
-    for sentence, hypotheses in zip(CONSTRAINED, found, strict=True):
-        if not sentence.text:
-            assert [hypothesis.text for hypothesis in hypotheses] == [""]
-            continue
-        assert all(phrase in hypotheses[0].text for phrase in sentence.phrases)
-        for hypothesis in hypotheses:
-            assert "Hund" not in hypothesis.text.split()
-            assert hypothesis.text.startswith(sentence.prefix)
 
 
 def test_minimum_bayes_risk_chooses_among_the_samples(talker):
@@ -89,28 +52,6 @@ def test_hypotheses_without_end_token_keep_all_their_tokens(talker):
         assert all(talker.model.eos_id not in h.tokens for h in hypotheses)
 
 
-@pytest.mark.slow
-def test_n_best_lists_are_sorted_distinct_and_begin_with_the_translation(talker):
-    translator = make_translator(talker)
-    lists = translator.translate_n_best(SENTENCES, 3)
-    assert [hypotheses[0].text for hypotheses in lists] == translator.translate(SENTENCES)
-    for sentence, hypotheses in zip(SENTENCES, lists, strict=True):
-        scores = [hypothesis.score for hypothesis in hypotheses]
-        assert scores == sorted(scores, reverse=True)
-        assert len({hypothesis.tokens for hypothesis in hypotheses}) == len(hypotheses)
-        assert len(hypotheses) == (3 if sentence.strip() else 1)
-
-
-def test_scores_are_log_probabilities_by_length_penalty(talker):
-    translator = make_translator(with_end_bias(talker, 5.0))
-    # Greedy search finds the same tokens whatever the penalty.
-    plain = translator.translate_n_best(SENTENCES[:5], 1, beam_size=1, length_penalty=0.0)
-    divided = translator.translate_n_best(SENTENCES[:5], 1, beam_size=1, length_penalty=2.0)
-    for (ours,), (theirs,) in zip(plain, divided, strict=True):
-        penalty = ((5 + len(ours.tokens)) / 6) ** 2
-        np.testing.assert_allclose(theirs.score, ours.score / penalty, rtol=1e-5)
-
-
 def test_empty_lines_are_not_translated(talker):
     translator = make_translator(talker)
     assert translator.translate(["", " ", "\t"]) == ["", "", ""]
@@ -126,10 +67,6 @@ def test_a_translation_is_one_line(talker, monkeypatch):
         type(talker.tokenizers.target), "decode", lambda self, rows: ["a\nb\rc" for _ in rows]
     )
     assert make_translator(talker).translate(["Hund"]) == ["a b c"]
-
-
-def test_line_ends_become_spaces():
-    assert on_one_line("a\nb\r\nc\u2028d\x0ce\x85f") == "a b c d e f"
 
 
 def test_long_input_is_split(talker):
@@ -183,19 +120,6 @@ def test_segments_of_long_input_have_its_code(talker, tmp_path, space):
     assert [segment.repeated for segment in segments] == [0, 1]
 
 
-def test_tags_are_not_copied_for_unknown_tokens(talker, monkeypatch):
-    translator = make_translator(talker)
-    (found,) = translator.translate_n_best(["Hund Wiese"], **GREEDY)
-    monkeypatch.setattr(talker.tokenizers.target, "unk_id", found[0].tokens[0])
-    copied = translator.translate("Hund Wiese", beam_size=1, copy_unknown=True)
-    assert "Hund" in copied or "Wiese" in copied
-    for tag, other in (("Hund", "Wiese"), ("Hund Wiese", None)):
-        monkeypatch.setattr(SentenceDecoder, "_tags", lambda self, text, tag=tag: (tag, []))
-        copied = translator.translate("Hund Wiese", beam_size=1, copy_unknown=True)
-        assert "Hund" not in copied
-        assert other is None or other in copied
-
-
 @pytest.mark.parametrize(
     "text", ["abcdefghijklmnopqrst Hund", "你好。再见。好", "Hund, die Wiese."]
 )
@@ -207,59 +131,17 @@ def test_links_of_split_input_are_of_words_of_the_text(talker, text):
     assert {target for _, target in best.alignment} <= set(range(len(best.text.split())))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("beam_size", [1, pytest.param(4, marks=pytest.mark.slow)])
-def test_options_that_exclude_all_translations_are_named(talker, beam_size):
-    size = talker.tokenizers.target.vocab_size
-    with pytest.raises(UserError, match=r'"Hund": no translation .* decode\.no_repeat_ngram_size'):
-        make_translator(talker).translate_n_best(
-            "Hund", beam_size=beam_size, n_best=1, no_repeat_ngram_size=1, min_length=size + 20,
-            max_length=size + 40,
-        )  # fmt: skip
-
-
-def test_what_is_not_in_the_vocabulary(talker, monkeypatch):
-    target = talker.tokenizers.target
-    unknown = target.encode(["Hund"])[0][-1]
-    monkeypatch.setattr(target, "unk_id", unknown)
-    translator = make_translator(talker)
-    for constraints in ({"prefix": "die Hund"}, {"phrases": ("grüne", "Hund")}):
-        with pytest.raises(UserError, match=r'cannot contain ".*Hund", which is partly unknown'):
-            translator.translate([Sentence("kleiner", **constraints)])
-    # Other words that are unknown remain possible.
-    every = translator.translate_n_best(["Hund"], bad_words=("Hund",), **GREEDY)
-    assert every == translator.translate_n_best(["Hund"], **GREEDY)
-
-
 def test_phrases_are_not_supported_with_sampling(talker):
     with pytest.raises(UserError, match=r"not supported with sampling: remove decode\.sampling"):
         make_translator(talker).translate([Sentence("Hund", phrases=("Hund",))], mbr_samples=2)
 
 
-@pytest.mark.slow
-def test_no_input_is_longer_than_a_learned_position_table(talker):
-    model = dataclasses.replace(talker.config.model, position_kind="learned", max_length=20)
-    talker = dataclasses.replace(talker, config=dataclasses.replace(talker.config, model=model))
-    talker = dataclasses.replace(talker, params=random_params(talker.model))
-    translator = make_translator(talker)
-    for hypotheses in translator.translate_n_best(["Hund", "Hund " * 30], max_length=50, **GREEDY):
-        assert hypotheses[0].text
-    with pytest.raises(UserError, match=r"prefix and phrases have.*model.max_length=20"):
-        translator.translate([Sentence("Hund", prefix="Wiese " * 10)])
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"n_best": 4}, "decode.n_best=4 is more than decode.beam_size=3"),
-        ({"beam_size": 0}, "decode.beam_size=0: must be at least 1"),
-        ({"length_penalty": -100.5}, "decode.length_penalty=-100.5: must be at least -100"),
         ({"bad_words": ("house", "")}, "decode.bad_words has an empty word"),
-        ({"bad_word_ids": ("\u0661\u0667",)}, "must be comma-separated token ids"),
         ({"bad_word_ids": ("7,9999",)}, "decode.bad_word_ids: 9999 is not a token"),
-        ({"bad_word_ids": ("9" * 5000,)}, r'decode.bad_word_ids: "9{40}\.\.\." must be comma-sep'),
         ({"copy_unknown": True, "alignment_layer": 3}, "decode.alignment_layer=3"),
-        ({"shortlist": "nowhere"}, "decode.shortlist=nowhere: there is no such file"),
     ],
 )
 def test_options_out_of_range_are_rejected(talker, options, message):
@@ -284,11 +166,6 @@ def test_a_language_model_cannot_translate(talker):
     model = dataclasses.replace(talker.config.model, has_inputs=False)
     with pytest.raises(UserError, match="has_inputs=False"):
         Translator(model, talker.params, talker.tokenizers)
-
-
-def test_longest_target_excludes_the_source_end_token(talker):
-    decode = dataclasses.replace(talker.config.decode, max_length_factor=1.5, max_length_extra=20)
-    assert longest_target(10, decode) == 35
 
 
 @pytest.mark.slow
@@ -337,24 +214,6 @@ def test_results_are_yielded_in_order_as_early_as_possible(order):
         assert given == max(order.index(index) for index in range(expected + 1)) + 1
 
 
-@pytest.mark.slow
-def test_a_search_without_scores_finds_the_same(talker):
-    translator = make_translator(talker)
-    for options in (GREEDY, SAMPLING):
-        found = translator.translate_n_best(SENTENCES, scores=False, **options)
-        expected = translator.translate_n_best(SENTENCES, **options)
-        for own, theirs in zip(found, expected, strict=True):
-            assert [one.tokens for one in own] == [one.tokens for one in theirs]
-            assert all(math.isnan(one.score) == bool(one.tokens) for one in own)
-
-
-@pytest.mark.slow
-def test_a_minimum_length_raises_the_automatic_maximum(talker):
-    options = {"beam_size": 1, "max_length_factor": 0.0, "max_length_extra": 5}
-    (best,) = make_translator(talker).translate_n_best("Hund", 1, min_length=12, **options)
-    assert len(best.tokens) > 12
-
-
 def test_searches_with_different_options_share_rounded_parameters(talker):
     model = dataclasses.replace(talker.config.model, dtype="bfloat16")
     translator = Translator(model, talker.params, talker.tokenizers)
@@ -383,23 +242,3 @@ def test_a_device_without_enough_memory_is_explained(monkeypatch, talker):
         UserError, match=r"^translation needs more memory .*lower decode\.batch_tok"
     ):
         make_translator(talker).translate("ein Hund")
-
-
-def plainly_translate(talker, params, **options):
-    model, _, tokenizers, _ = talker.parts
-    return fmt.translate(model, params, tokenizers, SENTENCES[:3], beam_size=1, **options)
-
-
-def test_translate_names_what_is_wrong_with_its_arguments(talker):
-    with pytest.raises(TypeError, match=r"no search option max_lenght.*max_length"):
-        plainly_translate(talker, talker.params, max_lenght=3)
-    with pytest.raises(UserError, match=r'give its entry "params"'):
-        plainly_translate(talker, {"params": talker.params})
-    without = {name: value for name, value in talker.params.items() if name != "encoder"}
-    with pytest.raises(UserError, match=r"encoder/.* missing; found decoder"):
-        plainly_translate(talker, without)
-    model, params, tokenizers, _ = talker.parts
-    with pytest.raises(
-        TypeError, match="must be a list of strings or Sentence, not a single string"
-    ):
-        fmt.translate(model, params, tokenizers, "Hund", beam_size=1)

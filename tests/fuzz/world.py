@@ -8,6 +8,7 @@ from typing import Any
 
 import datasets
 import hub_models
+import tfds_folder
 
 from flaxformer_mt.config import DataConfig
 from flaxformer_mt.data.corpora.corpus import load_corpus
@@ -122,9 +123,13 @@ class World:
             each.flatten().rename_columns(
                 {"translation.en": "en", "translation.de": "de"}
             ).to_parquet(folders["parquet"] / f"{split}.parquet")
-        options = ("--source-language", "en", "--target-language", "de")
-        given = ("--path", str(self.text), "--output", str(folders["tfds"]), *options)
-        self.succeed("prepare", *given)
+        pairs = {
+            {"valid": "validation"}.get(split, split): [
+                (pair["en"], pair["de"]) for pair in each["translation"]
+            ]
+            for split, each in rows.items()
+        }
+        tfds_folder.write(folders["tfds"], **pairs)
         return folders
 
     def training(self, workdir: Path, text: Path | None = None) -> tuple[str, ...]:
@@ -152,9 +157,6 @@ class World:
             "inspect": (given, "--json"),
             "average": (given, "--last=2", written),
             "lexicon": (given, f"--source={text}/train.en", f"--target={text}/train.de", written),
-            "prepare": (
-                f"--path={text}", written, "--source-language=en", "--target-language=de",
-            ),
             "convert": ("--from=flaxformer_mt", "--to=marian", str(run), f"{output}.safetensors"),
             "parity": ("--family=torch",),
             "train": self.training(output),

@@ -13,8 +13,8 @@ import flaxformer_mt as fmt
 from flaxformer_mt import cli
 from flaxformer_mt.data.corpora.corpus import ParallelCorpus
 from flaxformer_mt.data.stream.encoded_corpus import encode_corpus
-from flaxformer_mt.data.stream.links import pack_links
-from flaxformer_mt.data.stream.packing import Sentences, TokenPairs
+from flaxformer_mt.data.stream.packing import BatchShape, Sentences, TokenPairs
+from flaxformer_mt.data.stream.pair_fields import pack_links
 from flaxformer_mt.decoding.attention_weights import sentence_attention
 from flaxformer_mt.decoding.scoring.scorer import Scorer
 from flaxformer_mt.errors import UserError
@@ -192,7 +192,7 @@ def test_training_reads_sources_without_end_token(loaded):
 def test_links_of_the_last_word_train_where_no_end_token_follows(source, kept):
     sides = [Sentences.from_lists([tokens]) for tokens in (source, [5, 6, 7, 3])]
     links = Sentences.from_lists([[0, 0, 1, 1, 2, 2]])
-    (dense,) = pack_links(TokenPairs(*sides, links), np.array([1]), 4, 4)
+    (dense,) = pack_links(TokenPairs(*sides), links, np.array([1]), BatchShape(1, 4, 4))
     assert [tuple(link) for link in np.argwhere(dense)] == [(index, index) for index in kept]
 
 

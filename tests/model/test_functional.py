@@ -12,12 +12,14 @@ import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
+from flax import linen as nn
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.data.stream.batches import Batch
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.model import functional
 from flaxformer_mt.model.transformer import Transformer
+from flaxformer_mt.objectives.cross_entropy import cross_entropy
 
 CONFIG = TransformerConfig(
     source_vocab_size=23,
@@ -57,17 +59,6 @@ class _Fmt:
     init, apply = staticmethod(functional.init), staticmethod(functional.apply)
     fused_attention = staticmethod(functional.fused_attention)
     residual_norm = staticmethod(functional.residual_norm)
-
-
-@pytest.mark.slow
-def test_a_key_drops_values():
-    params = params_of(CONFIG)
-    apply = jax.jit(functional.apply, static_argnums=0)
-    plain = apply(CONFIG, params, BATCH)
-    dropped = [apply(CONFIG, params, BATCH, jax.random.key(seed)) for seed in (0, 0, 1)]
-    chex.assert_trees_all_equal(dropped[0], dropped[1])
-    assert not np.allclose(dropped[0], dropped[2])
-    assert not np.allclose(dropped[0], plain)
 
 
 def test_a_language_model_needs_no_source():
@@ -136,32 +127,64 @@ def test_attention_is_its_equation(backend, causal, monkeypatch):
     chex.assert_trees_all_close(gradients, derived, atol=2e-4)
 
 
-@pytest.mark.slow
-def test_attention_without_segments_sees_all_keys():
-    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 5, 2, 8))
-    expected = jax.nn.dot_product_attention(q, k, v)
-    chex.assert_trees_all_close(functional.fused_attention(q, k, v), expected, atol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("gpu_kernels_by_einsum")
-@pytest.mark.parametrize("fuses", [False, True])
-def test_residual_norm_is_its_equation(fuses, monkeypatch):
-    monkeypatch.setattr(functional, "gpu_refusal", lambda *_: "" if fuses else "no GPU")
-    x, residual = jax.random.normal(jax.random.key(0), (2, 2, 8, 128))
-    scale, bias = jax.random.normal(jax.random.key(1), (2, 128))
-    total = np.asarray(x + residual, np.float64)
-    centered = total - total.mean(-1, keepdims=True)
-    expected = centered / np.sqrt((centered**2).mean(-1, keepdims=True) + 1e-5)
-    found = functional.residual_norm(x, residual, scale, bias, epsilon=1e-5)
-    np.testing.assert_allclose(found, expected * scale + bias, atol=2e-5)
-    found = functional.residual_norm(x, residual, scale, epsilon=1e-5)
-    np.testing.assert_allclose(found, expected * scale, atol=2e-5)
-    half = functional.residual_norm(*(a.astype(jnp.bfloat16) for a in (x, residual)), scale, bias)
-    assert half.dtype == jnp.bfloat16
-
-
 def test_the_tests_check_annotated_shapes():
     q, k = jnp.ones((1, 3, 2, 8)), jnp.ones((1, 3, 2, 4))
     with pytest.raises(jaxtyping.TypeCheckError, match="fused_attention"):
         functional.fused_attention(q, k, k)
+
+
+def test_forward_mode_is_refused_as_the_docstring_says():
+    params = params_of(CONFIG)
+    with pytest.raises(TypeError, match=r"forward-mode autodiff \(jvp\)"):
+        jax.jvp(lambda params: functional.apply(CONFIG, params, BATCH), (params,), (params,))
+
+
+class _WithLogits(nn.Module):
+    """A model that returns logits only."""
+
+    config: TransformerConfig
+
+    @nn.compact
+    def __call__(self, source, target, *, deterministic=True, project=True, **segments):
+        return nn.Embed(23, 23)(target)
+
+
+class _WithoutOption(_WithLogits):
+    def __call__(
+        self,
+        source,
+        target,
+        deterministic=True,
+        encoder_segment_ids=None,
+        encoder_positions=None,
+        decoder_segment_ids=None,
+        decoder_positions=None,
+    ):
+        return super().__call__(source, target)
+
+
+@pytest.mark.parametrize(
+    ("model", "params", "message"),
+    [
+        (_WithLogits(CONFIG), None, "returned .* instead of the factors of its logits"),
+        (_WithoutOption(CONFIG), None, "_WithoutOption has no argument `project`"),
+        (CONFIG, {"params": {"params": {}}}, 'entry "params"'),
+        (
+            dataclasses.replace(CONFIG, tie_embeddings="none"),
+            dataclasses.replace(CONFIG, tie_embeddings="all"),
+            "output/kernel and 1 others are missing",
+        ),
+        (
+            dataclasses.replace(CONFIG, d_ff=12),
+            CONFIG,
+            r"feed_forward/hidden/\w+ has the shape",
+        ),
+    ],
+)
+def test_another_model_or_head_is_named(model, params, message):
+    if params is None:
+        params = functional.init(model, jax.random.key(0))
+    elif isinstance(params, TransformerConfig):
+        params = params_of(params)
+    with pytest.raises(UserError, match=message):
+        cross_entropy(model, params, BATCH)

@@ -19,8 +19,6 @@ from flaxformer_mt.model.kernels.fused_attention import (
     fused_attention,
 )
 from flaxformer_mt.model.masks import causal_mask, segment_mask
-from flaxformer_mt.model.transformer import Transformer
-from flaxformer_mt.objectives.flops import Work, training_flops
 from tests.backends import BACKENDS
 
 SLOW = pytest.mark.slow
@@ -40,16 +38,6 @@ GROUPED = TransformerConfig(
 )
 SOURCE = jnp.asarray(np.random.default_rng(0).integers(3, 23, size=(2, 12)), jnp.int32)
 TARGET = jnp.asarray(np.random.default_rng(1).integers(3, 23, size=(2, 10)), jnp.int32)
-
-
-def random_params(config, key=0):
-    params = jax.jit(Transformer(config).init)(jax.random.key(key), SOURCE, TARGET)["params"]
-    leaves, structure = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(key + 1), len(leaves))
-    moved = [
-        x + 0.1 * jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)
-    ]
-    return jax.tree.unflatten(structure, moved)
 
 
 def test_query_heads_of_a_group_are_neighbors():
@@ -82,41 +70,6 @@ def test_equals_pytorch(float64, causal):
         np.testing.assert_allclose(gradient, tensor.grad.numpy(), atol=1e-12)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "beams"),
-    [
-        ("rotary", 2),
-        ("t5_relative", 1),
-        pytest.param("rotary", 1, marks=SLOW),
-        pytest.param("t5_relative", 2, marks=SLOW),
-        pytest.param("sinusoidal", 1, marks=SLOW),
-        pytest.param("sinusoidal", 2, marks=SLOW),
-    ],
-)
-def test_cached_steps_equal_the_whole_pass(kind, beams):
-    """The cache stores the heads of keys and values, not those of queries."""
-    config = dataclasses.replace(GROUPED, position_kind=kind)
-    model, variables = Transformer(config), {"params": random_params(config)}
-    length = TARGET.shape[1]
-
-    @jax.jit
-    def begin(variables):  # One program, which encodes once.
-        encoded = model.apply(variables, SOURCE, method="encode")
-        cache = model.apply(variables, encoded, SOURCE, beams, length, method="init_cache")
-        return model.apply(variables, SOURCE, TARGET), cache
-
-    whole, cache = begin(variables)
-    assert all(layer.value.shape[1] == 2 for layer in cache.layers)
-    assert all(cross.key.shape == (2, 2, 12, 4) for cross in cache.cross)
-    step = jax.jit(functools.partial(model.apply, method="decode_step"))
-    for position in range(length):
-        tokens = jnp.repeat(TARGET[:, position : position + 1], beams, axis=1)
-        logits, cache = step(variables, tokens, cache, jnp.full(2, position, jnp.int32))
-        expected = jnp.repeat(whole[:, position : position + 1], beams, axis=1)
-        chex.assert_trees_all_close(logits, expected, atol=1e-5)
-
-
 @pytest.mark.slow_except("True-pallas_tpu")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("causal", [pytest.param(False, marks=SLOW), True])
@@ -145,19 +98,6 @@ def test_kernels_equal_the_einsum(backend, causal):
         return context, vjp(cotangent)
 
     chex.assert_trees_all_close(run(fused, *vectors, bias), run(einsum, *vectors, bias), atol=5e-5)
-
-
-def test_parameters_and_arithmetic_are_counted():
-    shapes = jax.eval_shape(Transformer(GROUPED).init, jax.random.key(0), SOURCE, TARGET)
-    assert GROUPED.parameter_count == sum(x.size for x in jax.tree.leaves(shapes))
-    whole = dataclasses.replace(GROUPED, num_kv_heads=0)
-    work = Work(sources=100, targets=80, source_pairs=0, target_pairs=0, cross_pairs=0)
-    # Each of 2 layers projects 2 * 8 features less, for encoder, decoder and cross-attention.
-    saved = 2 * 16 * 16 * (100 + 80 + 100)
-    assert training_flops(whole, work) - training_flops(GROUPED, work) == 6 * saved
-    pairs = work._replace(source_pairs=10, target_pairs=10, cross_pairs=10)
-    added = [training_flops(c, pairs) - training_flops(c, work) for c in (whole, GROUPED)]
-    assert added[0] == added[1] > 0
 
 
 def test_uneven_groups_are_refused():

@@ -98,15 +98,8 @@ PATHS = {
 
 
 @pytest.mark.usefixtures("gpu_kernels_by_einsum")
-# What `packed` does, `packed_remat` does, too; cached steps are those of `einsum`.
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, marks=pytest.mark.slow) if path in ("packed", "einsum") else path
-        for path in PATHS
-    ],
-)
+@pytest.mark.parametrize("path", PATHS)
 def test_a_changed_map_is_changed_in_every_whole_pass(path, adapted, monkeypatch):
     config = dataclasses.replace(CONFIG, **PATHS[path])
     params = params_of(config)

@@ -36,10 +36,6 @@ def output_sharding(mesh, function, *arguments):
     return lowered(mesh, function, *arguments).compile().output_shardings
 
 
-def shard_shape(mesh, function, x):
-    return output_sharding(mesh, function, x).shard_shape(x.shape)
-
-
 def test_names_decide_and_not_the_class_of_a_module(mesh):
     """A module that the library does not know is sharded by the names that it gives."""
 
@@ -68,20 +64,6 @@ def test_an_unnamed_value_of_rank_3_is_not_touched(mesh):
     x = jnp.ones((8, 4, 4))
     assert "sharding_constraint" not in lowered(mesh, Scores().apply, {}, x).as_text()
     assert output_sharding(mesh, Scores().apply, {}, x).is_fully_replicated
-
-
-def test_any_rank_can_be_named(mesh):
-    for shape, axes in [((8,), ("batch",)), ((2, 8, 3, 4), ("heads", "batch", "length", "embed"))]:
-        index = axes.index("batch")
-        expected = tuple(size // 8 if i == index else size for i, size in enumerate(shape))
-        assert shard_shape(mesh, lambda x, a=axes: constrain(x, *a), jnp.ones(shape)) == expected
-
-
-def test_an_axis_that_cannot_be_divided_is_left_to_the_compiler(mesh):
-    assert shard_shape(mesh, lambda x: constrain(x, "batch", "length"), jnp.ones((6, 8)))
-    x = jnp.ones((6, 3, 8))
-    shape = shard_shape(mesh, lambda x: constrain(x, "lookup_batch", "length", "lookup_embed"), x)
-    assert shape == (3, 3, 2)
 
 
 def test_names_must_be_as_many_as_axes():

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 import flaxformer_mt as fmt
+from flaxformer_mt.config import ExperimentConfig, differences
+from flaxformer_mt.experiment.start import recorded
 from flaxformer_mt.model.layers import FEED_FORWARD
 from flaxformer_mt.training.devices import place
 
@@ -83,10 +85,9 @@ def test_the_loss_of_a_layer_is_part_of_the_objective_and_padding_is_not_routed(
     np.testing.assert_array_equal(with_other_padding.metrics["balance"][0], balance)
 
 
-@pytest.mark.parametrize("change", [{"scan_layers": False}, {"remat": "full"}])
-def test_losses_of_layers_survive_loops_and_recomputation(params, change):
+def test_losses_of_layers_survive_loops_and_recomputation(params):
     batch = batch_of()
-    config = dataclasses.replace(MODEL, **change)
+    config = dataclasses.replace(MODEL, scan_layers=False, remat="full")
     ours, theirs = (
         jax.jit(sums_of, static_argnums=0)(each, params, batch) for each in (MODEL, config)
     )
@@ -94,8 +95,7 @@ def test_losses_of_layers_survive_loops_and_recomputation(params, change):
     jax.tree.map(close, ours, theirs)
 
 
-@pytest.mark.parametrize("axes", [{"fsdp": 2}, {"tensor": 2}], ids=str)
-def test_a_router_is_trained_alike_on_every_mesh(params, axes):
+def test_a_router_is_trained_alike_on_every_mesh(params):
     batch = batch_of()
 
     def update(state, batch, key, frozen):
@@ -104,7 +104,7 @@ def test_a_router_is_trained_alike_on_every_mesh(params, axes):
         return {"params": params, "step": state["step"] + 1}, sums
 
     results = []
-    for mesh in (fmt.make_mesh(devices=jax.devices()[:1]), fmt.make_mesh(**axes)):
+    for mesh in (fmt.make_mesh(devices=jax.devices()[:1]), fmt.make_mesh(fsdp=2, tensor=2)):
         state = place({"params": params, "step": jnp.int32(0)}, mesh)
         step = fmt.compile_step(update, mesh, seed=0)
         state = jax.tree.map(jnp.copy, state)
@@ -116,6 +116,15 @@ def test_a_router_is_trained_alike_on_every_mesh(params, axes):
 def test_options_are_recorded_and_checked(experts):
     assert FEED_FORWARD.resolved("experts(top=1)") == "experts(balance=0.01, count=4, top=1)"
     assert FEED_FORWARD.resolved("dense") == "dense"
+    config = ExperimentConfig(model=MODEL)
+    stored = recorded(config)
+    assert not differences(stored, recorded(config))
+    # Other defaults of the class are another model.
+    other = dataclasses.make_dataclass("Other", [("top", int, 1)], bases=(experts,))
+    fmt.register_feed_forward("experts")(other)
+    (line,) = differences(stored, recorded(config)).values()
+    assert "top=2) in the run" in line
+    assert "top=1) now" in line
     for kind, message in (
         (
             "experts(tops=1)",

@@ -12,17 +12,13 @@ import pytest
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.model.attention import MultiHeadAttention
 from flaxformer_mt.model.cache import reorder_cache
 from flaxformer_mt.model.position_biases import (
     AlibiBias,
     RelativeBias,
     alibi_slopes,
-    distance_buckets,
 )
 from flaxformer_mt.model.positions import (
-    attention_positions,
-    bias_and_transform,
     rotate,
     rotation_table,
     rotations,
@@ -53,11 +49,6 @@ KINDS = {
         "relative_position_sharing": "layer",
     },
 }
-# One kind for each way to enter attention; the others differ in what is computed before.
-DECISIVE = [
-    kind if kind in ("rotary", "t5_relative") else pytest.param(kind, marks=pytest.mark.slow)
-    for kind in KINDS
-]
 SOURCE = jnp.array([[3, 4, 5, 6, 9, 2], [7, 8, 5, 2, 0, 0]], jnp.int32)
 TARGET = jnp.array([[1, 4, 5, 9, 3], [1, 8, 5, 2, 0]], jnp.int32)
 
@@ -143,10 +134,6 @@ def test_t5_buckets_are_the_published_ones(float64, buckets, max_distance, bidir
     np.testing.assert_array_equal(bias[0, :, 0].T, table[expected])
 
 
-def test_distances_beyond_the_longest_share_the_last_bucket():
-    assert list(distance_buckets(4, 6)) == [0, 1, 2, 2, 3, 3, 3]
-
-
 @pytest.mark.parametrize("layout", ["interleaved", "concatenated"])
 def test_rotation_is_a_complex_product(float64, layout):
     """Pair j of features is a complex number, multiplied by exp(i * position * frequency j)."""
@@ -170,47 +157,6 @@ def test_angles_are_exact_in_float32_and_reach_beyond_max_length():
     found = rotations(config, positions, 1000)[0, 0]
     np.testing.assert_array_equal(found, rotation_table(1000, 4, 1e4)[[5, 900]].astype("float32"))
     assert bool(jnp.isnan(rotations(config, positions, 900)[0, 0, 1]).all())
-
-
-@pytest.mark.slow
-def test_a_key_bias_is_trained_where_keys_are_rotated(float64):
-    """Rotated, it adds to a score what depends on the distance: it has a gradient."""
-    config = dataclasses.replace(TINY, position_kind="rotary")
-    attention = MultiHeadAttention(config)
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 12)))
-    positions = jnp.arange(5)[None]
-    prepared = attention_positions(config, positions, positions, length=5)
-    _, transform = bias_and_transform(config, prepared, None)
-
-    def attend(module, inputs):
-        attended = module.project(inputs, transform)
-        return module(inputs, attended, None, True, transform=transform)[0]
-
-    init = compiled(functools.partial(attention.init, method=attend))
-    params = init(jax.random.key(0), x)["params"]
-
-    @jax.jit
-    def loss(bias):
-        moved = params | {"key": params["key"] | {"bias": bias}}
-        return jnp.sum(jnp.square(attention.apply({"params": moved}, x, method=attend)))
-
-    bias = jnp.linspace(-1.0, 1.0, 12)
-    gradient = jax.grad(loss)(bias)
-    assert float(jnp.abs(gradient).min()) > 1e-4
-    step = 1e-6
-    differences = [
-        (loss(bias + step * unit) - loss(bias - step * unit)) / (2 * step) for unit in jnp.eye(12)
-    ]
-    np.testing.assert_allclose(gradient, differences, rtol=1e-6, atol=1e-8)
-
-
-@pytest.mark.slow_except("alibi")
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_order_of_tokens_matters(float64, kind):
-    model, params = of(kind)
-    swapped = SOURCE.at[0, :2].set(SOURCE[0, 1::-1])
-    difference = model.apply(params, SOURCE, TARGET) - model.apply(params, swapped, TARGET)
-    assert float(jnp.abs(difference[0]).min(axis=0).max()) > 1e-4
 
 
 @pytest.mark.slow_except("rotary-False", "t5_relative-False")
@@ -249,29 +195,6 @@ def test_cached_steps_equal_the_whole_pass(float64, kind, has_inputs):
         for beam in range(3):
             whole = model.apply(params, source, written[:, beam])
             chex.assert_trees_all_close(logits[:, beam], whole[:, position], rtol=0, atol=1e-12)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", DECISIVE)
-def test_sentences_of_a_step_can_have_different_positions(float64, kind):
-    model, params = of(kind)
-    encoded = model.apply(params, SOURCE, method="encode")
-    cache = Transformer(model.config).apply(params, encoded, SOURCE, 1, 6, method="init_cache")
-    whole = model.apply(params, SOURCE, TARGET)
-    for position in range(4):  # The second sentence starts one step later.
-        positions = jnp.array([position, max(position - 1, 0)], jnp.int32)
-        tokens = jnp.take_along_axis(TARGET, positions[:, None], axis=1)
-        logits, cache = model.apply(params, tokens, cache, positions, method="decode_step")
-        expected = jnp.take_along_axis(whole, positions[:, None, None], axis=1)
-        chex.assert_trees_all_close(logits, expected, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize(("sharing", "shape"), [("stack", (4, 3)), ("layer", (2, 4, 3))])
-def test_layers_share_a_t5_table_or_have_their_own(float64, sharing, shape):
-    kind = "t5_relative" if sharing == "stack" else "t5_relative, by layer"
-    encoder = of(kind)[1]["params"]["encoder"]
-    owner = encoder if sharing == "stack" else encoder["layers"]
-    assert owner["position_bias"]["embedding"].shape == shape
 
 
 @pytest.mark.parametrize(

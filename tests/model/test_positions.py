@@ -34,23 +34,11 @@ def test_concatenated_tensor2tensor_ends_at_the_longest_wave(d_model):
     np.testing.assert_array_equal(table[:, 2 * half :], 0)
 
 
-def test_concatenated_paper_exponent():
-    table = sinusoidal_table(5, 4, layout="concatenated")
-    angles = [3.0, 3.0 / 100.0]
-    expected = [*map(math.sin, angles), *map(math.cos, angles)]
-    np.testing.assert_allclose(table[3], expected, atol=1e-12)
-
-
 def test_concatenated_paper_exponent_leaves_the_last_cosine_out():
     table = sinusoidal_table(5, 5, layout="concatenated")
     angles = [3.0 * 10000 ** (-2 * j / 5) for j in range(3)]
     expected = [*map(math.sin, angles), *map(math.cos, angles[:2])]
     np.testing.assert_allclose(table[3], expected, atol=1e-12)
-
-
-def test_two_dimensions_have_one_frequency():
-    table = sinusoidal_table(3, 2, layout="concatenated", exponent="tensor2tensor")
-    np.testing.assert_allclose(table[2], [math.sin(2), math.cos(2)], atol=1e-12)
 
 
 def test_offset_shifts_rows():
@@ -68,12 +56,6 @@ def test_float32_is_the_rounded_float64_table():
     _, encoded = encode(config, jnp.array([[7, 250]], jnp.int32), 10)
     expected = sinusoidal_table(300, 16)[[7, 250]].astype(np.float32)
     np.testing.assert_array_equal(encoded[0], expected)
-
-
-def test_sinusoids_reach_beyond_max_length():
-    config = TransformerConfig(d_model=16, num_heads=2, max_length=4)
-    _, encoded = encode(config, jnp.array([[9]], jnp.int32), 10)
-    assert bool(jnp.isfinite(encoded).all())
 
 
 def test_a_position_outside_the_table_is_nan():

@@ -82,16 +82,3 @@ def test_gradients_are_those_of_the_loop():
         values.append(np.sum(np.asarray(weights) * loop(*moved, STARTS)))
     along = optax.tree.vdot(gradients, direction)
     assert along == pytest.approx((values[0] - values[1]) / 2e-6, rel=1e-6)
-
-
-def test_bfloat16_keeps_the_memory_in_float32():
-    unit, params, x = example("float32")
-    half = SSRU(TransformerConfig(d_model=6, num_heads=1, dtype="bfloat16"))
-    memory = jnp.zeros((BATCH, 1, 6))
-    step = jax.jit(functools.partial(half.apply, method="step"))
-    outputs, memory = step(
-        params, x[:, :1].astype(jnp.bfloat16), memory, jnp.zeros(BATCH, jnp.int32)
-    )
-    assert (outputs.dtype, memory.dtype) == (jnp.bfloat16, jnp.float32)
-    exact = jax.jit(unit.apply)(params, x, None)
-    np.testing.assert_allclose(outputs[:, 0], exact[:, 0], atol=0.05)

@@ -16,7 +16,6 @@ from flax.linen import kw_only_dataclasses as flax_dataclasses
 from examples import own_attention  # noqa: F401  (registers "cosine")
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.model.cache import reorder_cache
 from flaxformer_mt.model.layers import EncoderLayer
 from flaxformer_mt.model.stack import stack
 from flaxformer_mt.model.transformer import Embedding, Transformer
@@ -107,27 +106,6 @@ def test_a_cached_step_equals_the_full_pass(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["post", "recurrent"])
-def test_hypotheses_can_continue_one_another(name):
-    model, variables, source, _ = initialise(CONFIGS[name])
-    encoded = model.apply(variables, source, method="encode")
-    cache = Transformer(CONFIGS[name]).apply(variables, encoded, source, 2, 4, method="init_cache")
-
-    def step(tokens, cache, position):
-        return model.apply(
-            variables, jnp.array(tokens), cache, jnp.full(2, position), method="decode_step"
-        )
-
-    _, cache = step([[1, 1], [1, 1]], cache, 0)
-    _, cache = step([[5, 6], [7, 8]], cache, 1)
-    swapped, _ = step([[9, 9], [9, 9]], reorder_cache(cache, jnp.array([[1, 0], [1, 1]])), 2)
-    kept, _ = step([[9, 9], [9, 9]], cache, 2)
-    chex.assert_trees_all_close(swapped[0], kept[0, ::-1], atol=1e-6)
-    chex.assert_trees_all_close(swapped[1, 0], kept[1, 1], atol=1e-6)
-    chex.assert_trees_all_close(swapped[1, 1], kept[1, 1], atol=1e-6)
-
-
-@pytest.mark.slow
 def test_one_parameter_layout_runs_as_a_loop_and_unrolled():
     model, variables, source, target = initialise(TINY)
     unrolled = Compiled(CONFIGS["unrolled"])
@@ -144,12 +122,6 @@ def test_without_segments_padding_does_not_matter():
     padded = model.apply(variables, source, target)
     alone = model.apply(variables, source[1:, :3], target[1:, :3])
     chex.assert_trees_all_close(padded[1:, :3], alone, atol=1e-6)
-
-
-def test_segment_ids_for_one_side_only_are_refused():
-    model, variables, source, target = initialise(TINY)
-    with pytest.raises(ValueError, match="segment ids are needed for both"):
-        model.apply(variables, source, target, decoder_segment_ids=jnp.ones_like(target))
 
 
 def test_attention_of_every_layer_is_returned_and_sums_to_one():
@@ -188,29 +160,6 @@ def test_each_dropout_site_can_act_alone(rate):
     )
 
 
-@pytest.mark.slow
-def test_layers_drop_different_units():
-    config = dataclasses.replace(
-        TINY, embedding_dropout_rate=0.0, dropout_rate=0.0, attention_dropout_rate=0.5
-    )
-    _, variables, source, _ = initialise(config)
-    same = jax.tree.map(lambda x: jnp.broadcast_to(x[:1], x.shape), variables["params"]["encoder"])
-    params = variables["params"] | {"encoder": same}
-
-    def encode(scan_layers):
-        model = Compiled(dataclasses.replace(config, scan_layers=scan_layers))
-        return model.apply(
-            {"params": params},
-            source,
-            deterministic=False,
-            method="encode",
-            rngs={"dropout": jax.random.key(0)},
-        )
-
-    # The loop and its unrolled form draw the same, layer by layer.
-    chex.assert_trees_all_close(encode(True), encode(False), atol=1e-6)
-
-
 def test_bfloat16_keeps_parameters_and_logits_in_float32():
     model, variables, source, target = initialise(dataclasses.replace(TINY, dtype="bfloat16"))
     logits = model.apply(variables, source, target)
@@ -218,15 +167,6 @@ def test_bfloat16_keeps_parameters_and_logits_in_float32():
     assert {leaf.dtype for leaf in jax.tree.leaves(variables)} == {jnp.dtype("float32")}
     exact = Compiled(TINY).apply(variables, source, target)
     assert 0 < float(jnp.abs(logits - exact).max()) < 0.2
-
-
-@pytest.mark.parametrize("token", [4, -2])
-def test_tokens_outside_the_vocabulary_give_nan(token):
-    embedding = Embedding(TransformerConfig(d_model=8, num_heads=2), 4)
-    variables = embedding.init(jax.random.key(0), jnp.zeros((1, 1), int))
-    vectors = embedding.apply(variables, jnp.array([[3, token]]))
-    assert jnp.isfinite(vectors[0, 0]).all()
-    assert jnp.isnan(vectors[0, 1]).all()
 
 
 @pytest.mark.slow
@@ -246,17 +186,6 @@ def test_float64_has_no_float32_inside(float64):
     config = dataclasses.replace(TINY, dtype="float64", param_dtype="float64")
     _, variables, source, target = initialise(config)
     assert "f32" not in str(jax.make_jaxpr(Transformer(config).apply)(variables, source, target))
-
-
-def test_tying_says_which_tables_exist():
-    def tables(tie):
-        return set(initialise(dataclasses.replace(TINY, tie_embeddings=tie))[1]["params"])
-
-    stacks = {"encoder", "decoder", "target_embedding"}
-    assert tables("all") == stacks
-    assert tables("source_target") == stacks | {"output"}
-    assert tables("target_output") == stacks | {"source_embedding"}
-    assert tables("none") == stacks | {"source_embedding", "output"}
 
 
 def test_heads_that_do_not_divide_d_model_are_refused():

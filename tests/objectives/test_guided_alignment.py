@@ -1,7 +1,6 @@
 """Guided alignment: the loss of the paper, which sharpens the alignments of a trained model."""
 
 import dataclasses
-import functools
 
 import chex
 import jax
@@ -92,23 +91,6 @@ def test_the_loss_is_the_formula_of_all_logits_and_weights(float64, changes, lay
         jax.jit(jax.value_and_grad(function, has_aux=True))(params) for function in (given, formula)
     )
     chex.assert_trees_all_close(found, expected, atol=1e-10)
-
-
-@pytest.mark.slow
-def test_without_links_it_is_the_cross_entropy():
-    params = jax.jit(fmt.init, static_argnums=0)(CONFIG, jax.random.key(0))
-    batch, key = a_batch(), jax.random.key(1)
-    no_links = batch.replace(alignment=jnp.zeros_like(batch.alignment))
-    cross_entropy, guided = (
-        jax.jit(functools.partial(loss, CONFIG, smoothing=0.1, **weight))
-        for loss, weight in ((fmt.cross_entropy, {}), (fmt.guided_alignment, {"weight": 1.0}))
-    )
-    plain = cross_entropy(params, batch, key)
-    without = guided(params, batch.replace(alignment=None), key)
-    chex.assert_trees_all_equal(without, plain)
-    zeros = guided(params, no_links, key)
-    np.testing.assert_allclose(zeros.loss, plain.loss, rtol=1e-6)
-    assert zeros.metrics["alignment"] == (0, 0)
 
 
 def test_a_weight_that_underflows_gives_a_finite_loss_and_gradient():

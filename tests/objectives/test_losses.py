@@ -131,17 +131,6 @@ def test_impossible_classes_do_no_harm_without_smoothing():
     np.testing.assert_allclose(loss, np.log1p(np.exp(-1)), rtol=1e-6)
 
 
-def test_bfloat16_logits_are_summed_in_float32():
-    logits, targets, weights = example("float32")
-    low = jnp.asarray(logits, jnp.bfloat16)
-    results = [
-        label_smoothed_cross_entropy(x, targets, weights, 0.1)
-        for x in (low, low.astype(jnp.float32))
-    ]
-    chex.assert_trees_all_equal(*results)
-    chex.assert_trees_all_equal_dtypes(*results)
-
-
 def test_the_loss_does_not_depend_on_an_offset_of_the_logits():
     logits, targets, weights = example("float32")
     near = label_smoothed_cross_entropy(jnp.asarray(logits), targets, weights, 0.1)

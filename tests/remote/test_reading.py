@@ -92,20 +92,16 @@ COMMANDS = {
     "plot": ["plot", "--run=RUN", "--output=OUT/curves.svg"],
     "attention": ["attention", "--run=RUN", "--source=three", "--output=OUT/three.html"],
     "convert": ["convert", "--from=flaxformer_mt", "--to=marian", "RUN", "OUT/marian"],
-    "prepare": ["prepare", "--path=FILES/text", "--output=OUT/prepared",
-                "--source-language=en", "--target-language=de"],
 }  # fmt: skip
 
 
-@pytest.mark.slow_except("inspect", "prepare")
+@pytest.mark.slow_except("inspect")
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_reads_urls_as_local_paths(name, published_run, tmp_path, capfd):
     url, folder = published_run
     files, store = tmp_path / "files", f"{url.rpartition('/')[0]}/files"
-    (files / "text").mkdir(parents=True)
-    splits = (f"text/{split}.{end}" for split in ("train", "valid", "test") for end in ("en", "de"))
-    for path in ("source", *splits):
-        (files / path).write_text(LINES)
+    files.mkdir(parents=True)
+    (files / "source").write_text(LINES)
     (files / "lexicon").write_text("three drei 1\nMonday Montag 1\n")
     upload(store, contents(files))
     before = objects(url), objects(store)
@@ -120,13 +116,15 @@ def test_a_command_reads_urls_as_local_paths(name, published_run, tmp_path, capf
         printed, _ = capfd.readouterr()
         for key, value in values:
             printed = printed.replace(value, key)
-        return code, printed, dict.fromkeys(contents(out)) if out.exists() else {}
+        # Orbax gives the files of arrays random names; their number varies.
+        written = {name for name in contents(out) if "/d/" not in name} if out.exists() else set()
+        return code, printed, written
 
     expected = run(str(folder), str(files), tmp_path / "expected")
     assert expected[0] == 0
     found = run(url, store, tmp_path / "found")
     assert found[:2] == expected[:2]
-    assert len(found[2]) == len(expected[2])
+    assert found[2] == expected[2]
     assert (objects(url), objects(store)) == before
 
 
@@ -161,6 +159,8 @@ def test_a_file_of_the_web(tmp_path, monkeypatch):
         finally:
             server.shutdown()
             thread.join()
+    with pytest.raises(UserError, match=f"^{url}/text.de cannot be used: "):
+        reading.local(f"{url}/text.de", as_it_is_now=True)
 
 
 def test_a_cache_that_others_may_write_to_is_refused(s3_url, tmp_path):

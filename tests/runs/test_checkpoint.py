@@ -8,9 +8,7 @@ import os
 import re
 import resource
 import shutil
-import subprocess
 import sys
-import textwrap
 
 import chex
 import jax
@@ -72,8 +70,9 @@ def entries(folder):
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
-@pytest.mark.parametrize("with_ema", [False, True])
-@pytest.mark.parametrize(("saved_on", "restored_on"), [(1, 1), (8, 1), (1, 8)])
+@pytest.mark.parametrize(
+    ("saved_on", "restored_on", "with_ema"), [(1, 1, False), (8, 1, True), (1, 8, False)]
+)
 def test_what_is_saved_is_restored_to_the_bit_on_other_devices(
     tmp_path, saved_on, restored_on, with_ema
 ):
@@ -123,17 +122,10 @@ def test_names_that_orbax_reads_as_patterns_are_refused(tmp_path, name):
     assert not (tmp_path / name).exists()
 
 
-@pytest.mark.parametrize("name", ["a*", "a?", "{lr}", "[x", "x]", "~", "$HOME", "a b#%"])
+@pytest.mark.parametrize("name", ["{lr}", "[x", "~", "$HOME", "a b#%*?"])
 def test_other_names_are_written_to(tmp_path, name):
     write_params(tmp_path / name, 1, {"x": np.arange(3.0)})
     np.testing.assert_array_equal(restore_params(tmp_path / name)[1]["x"], np.arange(3.0))
-
-
-def test_a_folder_with_braces_that_cannot_be_written_to(tmp_path):
-    (tmp_path / "{lr}").mkdir()
-    (tmp_path / "{lr}" / "checkpoints").touch()
-    with pytest.raises(UserError, match=r"\{lr\}/checkpoints cannot be written to: File exists$"):
-        Checkpoints(tmp_path / "{lr}")
 
 
 @pytest.mark.parametrize("with_ema", [False, True])
@@ -196,13 +188,6 @@ def test_a_checkpoint_that_cannot_be_removed_is_named(tmp_path, monkeypatch):
     ):
         checkpointer.save(2, make_state(2))
     assert steps_in(tmp_path) == [1, 2]
-
-
-def test_without_any_validation_the_newest_is_the_best(tmp_path):
-    with Checkpoints(tmp_path) as checkpointer:
-        for step in (1, 2):
-            checkpointer.save(step, make_state(step))
-    assert restore_params(tmp_path, "best")[0] == 2
 
 
 @pytest.mark.parametrize("made", [False, True], ids=["no folder", "empty folder"])
@@ -329,12 +314,9 @@ def large_chunk(rows):
 
 HOSTILE = {
     "a chunk that is missing": {"layers.kernel/0.0": lambda _: None},
-    "a chunk that is too short": {"layers.kernel/0.0": lambda content: content[:20]},
     "a large chunk": {"layers.kernel/.zarray": large_chunk(30_000)},
-    "metadata that are missing": {"layers.kernel/.zarray": lambda _: None},
     "metadata that are no JSON": {"layers.kernel/.zarray": lambda _: b"{"},
     "integers": {"layers.kernel/.zarray": lambda text: text.replace(b"<f4", b"<i4")},
-    "an unknown dtype": {"layers.kernel/.zarray": lambda text: text.replace(b"<f4", b"<f3")},
 }
 
 
@@ -351,13 +333,6 @@ def test_a_hostile_checkpoint_whose_manifest_fits_is_one_line(copy, name):
     ):
         checkpoints.restore(make_state(0))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + 500_000
-
-
-def test_a_small_checkpoint_of_large_arrays_needs_a_model(tmp_path):
-    write_params(tmp_path, 1, {"x": np.zeros((3000, 3000), np.float32)})
-    with pytest.raises(UserError, match="its arrays are far larger than its files"):
-        restore_params(tmp_path)
-    assert restore_params(tmp_path, check=lambda shapes: None)[1]["x"].shape == (3000, 3000)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "progress.json"])
@@ -409,22 +384,6 @@ def test_a_start_hashes_only_the_checkpoint_that_it_continues_from(copy, monkeyp
     assert entries(copy) == ["4", "5"]
 
 
-def test_when_all_checkpoints_are_damaged_a_run_begins_again(copy):
-    for step in ("1", "2", "3"):
-        truncate(copy / "checkpoints" / step)
-    lines = []
-    with Checkpoints(copy, announce=lines.append) as checkpointer:
-        assert checkpointer.latest_step() is None
-    assert len(lines) == 3
-
-
-def test_the_best_cannot_be_told_without_the_record_of_each(copy):
-    (copy / "checkpoints" / "2" / "progress.json").unlink()
-    with pytest.raises(UserError, match=r"2/progress\.json is missing or damaged.*\(1, 3\)"):
-        restore_params(copy, "best")
-    assert restore_params(copy, 1)[0] == 1
-
-
 def test_parameters_alone_can_be_used_but_not_trained_on(tmp_path):
     params = make_state(5).params
     write_params(tmp_path, 5, params)
@@ -449,30 +408,6 @@ def test_a_manifest_names_every_file(tmp_path):
     for name, entry in files.items():
         assert entry["bytes"] == (path / name).stat().st_size
         assert len(entry["sha256"]) == 64
-
-
-SAVE_UNTIL_IT_FAILS = """
-    import os
-    import sys
-    import jax, jax.numpy as jnp
-    from flaxformer_mt.errors import UserError
-    from flaxformer_mt.runs.checkpoint import Checkpoints
-    from flaxformer_mt.training.state import TrainState
-
-    params = {"kernel": jax.random.normal(jax.random.key(0), (500, 500))}  # 1 MB
-    try:
-        with Checkpoints(sys.argv[1], keep_last=100) as checkpointer:
-            for step in range(1, 20):
-                state = TrainState(
-                    step=jnp.int32(step), params=params, opt_state=()
-                )
-                checkpointer.save(step, state)
-                checkpointer.wait()
-                os.system(sys.argv[2])
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
-"""
 
 
 # TensorStore tells the closed event loop of Orbax about the other arrays.
@@ -500,65 +435,96 @@ def test_a_failed_write_is_one_error_and_leaves_nothing(tmp_path):
     assert entries(tmp_path) == ["1"]
 
 
-def test_too_few_file_descriptors_are_one_error(tmp_path):
-    limit = "__import__('resource').setrlimit(7, (24, 24))"  # RLIMIT_NOFILE
-    script = textwrap.dedent(SAVE_UNTIL_IT_FAILS).replace("os.system(sys.argv[2])", limit)
-    result = subprocess.run(
-        [sys.executable, "-c", script, tmp_path],
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert result.returncode == 1, result.stderr
-    # Reading removes the workspace, for whose removal there were too few as well.
-    last, _ = restore_params(tmp_path, "last")
-    assert result.stderr.splitlines()[-1] == (
-        f"error: the checkpoint of step {last + 1} could not be written to {tmp_path}/checkpoints: "
-        "Too many open files; earlier checkpoints are intact"
-    )
-    assert entries(tmp_path) == [str(step) for step in range(1, last + 1)]
+FAULTS = """
+import os, resource, shutil, subprocess, sys, traceback
+import jax.numpy as jnp
+import numpy as np
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.runs.checkpoint import Checkpoints
+from flaxformer_mt.training.state import TrainState
+
+def mount(*arguments):
+    subprocess.run(["mount", *arguments], check=True)
+
+def limit_descriptors(number):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (number, limits[1]))
+
+limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+# What happens before the first checkpoint, and after it.
+faults = {
+    "full": (lambda run: mount("-t", "tmpfs", "-o", "size=5m", "tmpfs", run), lambda run: None),
+    "read-only": (
+        lambda run: mount("--bind", run, run),
+        lambda run: mount("-o", "remount,ro,bind", run),
+    ),
+    "descriptors": (lambda run: None, lambda run: limit_descriptors(24)),
+}
+
+def save_until_it_fails(run, after_the_first):
+    params = {"kernel": np.random.default_rng(0).normal(size=(500, 500))}  # 2 MB
+    with Checkpoints(run, keep_last=100) as checkpoints:
+        for step in range(1, 20):
+            checkpoints.save(step, TrainState(jnp.int32(step), params, ()))
+            checkpoints.wait()
+            if step == 1:
+                after_the_first(run)
+
+for name, (prepare, after_the_first) in faults.items():
+    run = os.path.join(sys.argv[1], name, "run")
+    os.makedirs(run)
+    if os.fork():
+        os.wait()
+        continue
+    # The backend is not initialized before, since its threads are not forked.
+    error = os.open(os.path.join(sys.argv[1], name, "error"), os.O_WRONLY | os.O_CREAT)
+    os.dup2(error, 2)
+    try:
+        prepare(run)
+        for _ in range(2):
+            try:
+                save_until_it_fails(run, after_the_first)
+            except UserError as error:
+                print(f"error: {error}", file=sys.stderr, flush=True)
+            if name != "read-only":
+                break
+        limit_descriptors(limits[0])
+        shutil.copytree(run, os.path.join(sys.argv[1], name, "kept"))
+    except BaseException:
+        traceback.print_exc()
+    os._exit(0)
+"""
 
 
-def test_a_full_disk(tmp_path):
-    """The process ends with one line, and all that was written before is whole."""
-    folder, kept = tmp_path / "run", tmp_path / "kept"
-    folder.mkdir()
-    result = in_private_mounts(
-        """
-        mount -t tmpfs -o size=5m tmpfs "$1"
-        code=0
-        "$3" -c "$4" "$1" true || code=$?
-        cp -r "$1" "$2"
-        exit $code
-        """,
-        folder, kept, sys.executable, textwrap.dedent(SAVE_UNTIL_IT_FAILS),
-    )  # fmt: skip
-    assert result.returncode == 1, result.stderr
-    steps = list(whole_checkpoints(kept, announce=pytest.fail))
-    assert len(steps) >= 2
-    # Orbax may log the error of TensorStore before.
-    assert result.stderr.splitlines()[-1] == (
-        f"error: the checkpoint of step {steps[-1] + 1} could not be written to "
-        f"{folder}/checkpoints: No space left on device; earlier checkpoints are intact"
-    )
-    assert entries(kept) == sorted(map(str, steps))
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory):
+    """A folder for each fault: what the process said, and the run folder that it left."""
+    folder = tmp_path_factory.mktemp("faults")
+    result = in_private_mounts('"$1" -c "$2" "$3"', sys.executable, FAULTS, folder)
+    assert result.returncode == 0, result.stderr
+    return folder
 
 
-@pytest.mark.slow
-def test_a_read_only_folder(tmp_path):
-    """Refused at once, or when it becomes so."""
-    script = textwrap.dedent(SAVE_UNTIL_IT_FAILS)
-    result = in_private_mounts(
-        """
-        mount --bind "$1" "$1"
-        ! "$2" -c "$3" "$1" "mount -o remount,ro,bind $1"
-        "$2" -c "$3" "$1" true
-        """,
-        tmp_path, sys.executable, script,
-    )  # fmt: skip
-    assert result.returncode == 1, result.stderr
-    # Orbax may log the error of TensorStore before.
-    assert [line for line in result.stderr.splitlines() if line.startswith("error: ")] == [
-        f"error: the checkpoint of step 2 could not be written to {tmp_path}/checkpoints: "
-        "Read-only file system; earlier checkpoints are intact",
-        f"error: {tmp_path}/checkpoints cannot be written to: Read-only file system",
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("full", "No space left on device"),
+        ("read-only", "Read-only file system"),
+        ("descriptors", "Too many open files"),
+    ],
+)
+def test_a_fault_is_one_error_and_what_was_written_before_is_whole(faults, fault, reason):
+    run, kept = faults / fault / "run", faults / fault / "kept"
+    said = (faults / fault / "error").read_text()
+    # Reading removes the workspace, for whose removal there may have been too few descriptors.
+    last, _ = restore_params(kept, "last")
+    assert list(whole_checkpoints(kept, announce=pytest.fail)) == list(range(1, last + 1))
+    assert entries(kept) == [str(step) for step in range(1, last + 1)]
+    expected = [
+        f"error: the checkpoint of step {last + 1} could not be written to {run}/checkpoints: "
+        f"{reason}; earlier checkpoints are intact"
     ]
-    assert restore_params(tmp_path)[0] == 1
+    if fault == "read-only":  # And at the next start.
+        expected.append(f"error: {run}/checkpoints cannot be written to: {reason}")
+    # Orbax may log errors of TensorStore before.
+    assert [line for line in said.splitlines() if line.startswith("error: ")] == expected, said
+    assert said.endswith(f"{expected[-1]}\n")

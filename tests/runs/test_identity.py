@@ -178,17 +178,6 @@ def test_another_optimizer_is_refused_by_name(tmp_path, name):
         checkpoints.restore(state_of(ADAM))
 
 
-def test_the_types_of_the_state_tell_optimizers_apart_by_themselves(tmp_path):
-    other = state_of(optax.adabelief(1e-3))
-    with fmt.Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(3, state_of(ADAM))
-        checkpoints.wait()
-        with pytest.raises(UserError, match=r"ScaleByBeliefState here.*accept_changes=True"):
-            checkpoints.restore(other)
-        state, _ = checkpoints.restore(other, accept_changes=True)
-    assert jax.tree.structure(state) == jax.tree.structure(other)
-
-
 @pytest.mark.parametrize(
     ("one", "other"),
     [

@@ -18,7 +18,7 @@ import pytest
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs import averaging, checkpoint, step_folders
 from flaxformer_mt.runs.averaging import average_run
-from flaxformer_mt.runs.checkpoint import Checkpoints, restore_params, whole_checkpoints
+from flaxformer_mt.runs.checkpoint import Checkpoints, restore_params
 from flaxformer_mt.runs.manifest import damage
 from flaxformer_mt.training.state import TrainState
 
@@ -102,15 +102,14 @@ KILLED = """
 """
 
 
-@pytest.mark.parametrize("by", [step_folders.has_any, lambda run: restore_step(run) == 3])
-def test_a_kill_between_the_two_renamings_of_a_commit_loses_nothing(run, by):
+def test_a_kill_between_the_two_renamings_of_a_commit_loses_nothing(run):
     folder = run / "checkpoints"
     for step in (1, 2):
         remove(run, step)
     script = [sys.executable, "-c", textwrap.dedent(KILLED), folder]
     assert subprocess.run(script, check=False).returncode == -signal.SIGKILL
     assert step_folders.steps_in(folder) == []
-    assert by(run)
+    assert restore_step(run) == 3
     assert entries(run) == ["3"]
     assert damage(folder / "3") is None
     assert (folder / "3" / "params" / "new").exists()
@@ -161,11 +160,6 @@ def test_a_checkpoint_that_is_removed_while_it_is_read(run, monkeypatch, without
     monkeypatch.setattr(checkpoint, "_restore_params", interrupted)
     assert restore_params(run, "last")[0] == 2
     assert steps == [3, 2]
-
-
-def test_checkpoints_that_are_removed_while_all_are_verified(run, monkeypatch):
-    then_remove(monkeypatch, step_folders, "steps_in", lambda: remove(run, 2))
-    assert list(whole_checkpoints(run, pytest.fail)) == [1, 3]
 
 
 def test_an_average_is_of_the_checkpoints_that_it_names(run, monkeypatch, tmp_path):

@@ -75,11 +75,3 @@ def test_a_process_that_fails_is_named(text, tmp_path, monkeypatch, capsys):
     )
     assert main([*arguments(text, tmp_path / "run"), "--num-workers=2"]) != 0
     assert "a process that tokenizes has failed: no room" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_beam_makes_the_same_run(plain, text, tmp_path):
-    pytest.importorskip("apache_beam")
-    workdir = tmp_path / "run"
-    assert main([*arguments(text, workdir), "--engine=beam", "--num-workers=3"]) == 0
-    assert stores(workdir) == stores(plain)

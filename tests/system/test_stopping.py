@@ -115,21 +115,3 @@ def test_at_start_up_and_later(start, tmp_path, moment):
     process = start("--train.num-steps=100000", moment=moment)
     assert process.wait() == ExitCode.INTERRUPTED, log(tmp_path)
     assert "the same command continues" in log(tmp_path)
-
-
-@pytest.mark.slow
-def test_while_training(start, tmp_path):
-    process = start("--train.num-steps=100000")
-    wait_until(process, lambda: "step 2/" in log(tmp_path), tmp_path)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait() == ExitCode.INTERRUPTED, log(tmp_path)
-    assert "flaxformer-mt train: stopped after step" in log(tmp_path)
-
-
-@pytest.mark.slow
-def test_in_the_final_evaluation(start, tmp_path):
-    """Which the same command then repeats."""
-    process = start("--train.num-steps=2", moment="open:checkpoints/2/progress.json")
-    assert process.wait() == ExitCode.INTERRUPTED, log(tmp_path)
-    assert start("--train.num-steps=2").wait() == ExitCode.SUCCESS, log(tmp_path)
-    assert metrics(tmp_path / "run")[-1]["split"] == "test"

@@ -2,13 +2,17 @@
 
 import io
 import re
+import sys
 import time
+import types
+from pathlib import Path
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-from flaxformer_mt.training.reporting.console import ConsoleWriter, Sample, print_labelled, some_of
+from flaxformer_mt.training.reporting.console import ConsoleWriter, Sample, some_of
+from flaxformer_mt.training.reporting.notebook import NotebookProgress
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -26,27 +30,6 @@ def test_console_says_where_training_is(terminal):
         line = "step 20/100 train  loss 2.5000  1,234 tokens/s  MFU 50.0%  memory 1.0 GiB"
         assert line in out.getvalue()
         assert "0:00:00 left" in out.getvalue()
-
-
-@pytest.mark.parametrize("devices", [1, 4])
-def test_console_shows_the_speed_of_a_device_if_there_are_several(devices):
-    out = io.StringIO()
-    writer = ConsoleWriter(100, Console(file=out, width=200))
-    writer.rewind(0)
-    speed = {"target_tokens_per_second": 400.0}
-    speed["target_tokens_per_second_per_device"] = 400.0 / devices
-    writer.write(20, "train", speed)
-    writer.close()
-    assert ("100 tokens/s per device" in out.getvalue()) == (devices == 4)
-    assert out.getvalue().count("tokens/s") == min(devices, 2)
-
-
-def test_console_says_that_nothing_is_left():
-    out = io.StringIO()
-    writer = ConsoleWriter(100, Console(file=out))
-    writer.rewind(100)
-    writer.close()
-    assert out.getvalue() == "nothing to train: step 100 of 100 is reached\n"
 
 
 def test_console_says_what_was_skipped_and_that_it_goes_back():
@@ -170,22 +153,6 @@ def test_lines_of_metrics_stay_above_and_fit(width):
     assert "source Neu translation New step 11,500/50,000" in text
 
 
-def test_colour_is_only_for_what_matters_and_off_with_no_color(monkeypatch):
-    def written():
-        terminal = Terminal()
-        terminal.writer.rewind(0)
-        terminal.writer.write(10, "train", {"loss": 2.5})
-        terminal.writer.write(10, "valid", VALIDATION, is_best=True)
-        terminal.writer.close()
-        return terminal.file.getvalue()
-
-    colour = r"\x1b\[[0-9;]*3[0-9][;m]"
-    assert re.search(f"{colour}step 10/50,000 valid", written())
-    assert not re.search(f"{colour}step 10/50,000 train", written())
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert not re.search(colour, written())
-
-
 def test_elsewhere_there_are_plain_lines_only(clock):
     out = io.StringIO()
     writer = ConsoleWriter(100, Console(file=out), batches_per_epoch=4)
@@ -210,32 +177,27 @@ def test_elsewhere_there_are_plain_lines_only(clock):
     ]
 
 
-def test_what_is_not_shown_is_not_followed():
-    terminal = Terminal()
-    for step in (1, 2):
-        terminal.writer.advance(step, step_metrics())
-    assert terminal.text == ""
-
-
-def test_the_line_is_not_drawn_with_every_step():
-    terminal = Terminal()
-    terminal.writer.rewind(0)
-    metrics = step_metrics()
-    for step in range(1, 1001):
-        terminal.writer.advance(step, metrics)
-    terminal.writer.close()
-    # The terminal is drawn a few times per second.
-    assert terminal.file.getvalue().count("\r") < 1000
-
-
 def test_samples_are_from_all_of_a_set():
     samples = [Sample(str(number), "") for number in range(8)]
     assert [sample.source for sample in some_of(samples)] == ["2", "6"]
     assert some_of(samples[:1]) == samples[:1]
 
 
-def test_labels_stand_beside_their_texts():
-    terminal = Terminal(width=30)
-    print_labelled([("train", "a text that is longer than a line")], terminal.console)
-    assert terminal.text.splitlines()[0].rstrip() == "train    a text that is longer"
-    assert terminal.text.splitlines()[1].startswith("         ")
+def test_a_notebook_has_one_output_that_is_updated(monkeypatch):
+    shown = []
+    display = types.ModuleType("IPython.display")
+    display.HTML = str
+    display.display = lambda text, display_id: types.SimpleNamespace(update=shown.append)
+    monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    progress = NotebookProgress()
+    progress.begin(Path("run"), {"train": {"num_steps": 8}})
+    progress.log(4, {"train/loss": 3.0})
+    progress.translated(8, [Sample("a <b>", "c", "d")])
+    progress.log(8, {"valid/loss": 2.0, "valid/bleu": 30.0})
+    assert "<progress value=8 max=8" in shown[-1]
+    assert shown[-1].count("<polyline") == 2
+    assert ">valid</span> loss 2.0000  BLEU 30.00" in shown[-1]
+    assert "source: a &lt;b&gt;" in shown[-1]
+    progress.rewind(4)
+    assert shown[-1].count("<polyline") == 0

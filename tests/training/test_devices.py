@@ -4,7 +4,6 @@ import functools
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import monitoring
@@ -14,7 +13,7 @@ from flaxformer_mt.data.stream.batches import Shard
 from flaxformer_mt.data.stream.placement import own_shard
 from flaxformer_mt.decoding.parameters import on_one_device
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.training.devices import abstract, place
+from flaxformer_mt.training.devices import place
 
 SLOW = pytest.mark.slow
 MESHES = {
@@ -80,27 +79,6 @@ def test_gathered_parameters_are_whole_on_one_device(setup, mesh):
     chex.assert_trees_all_equal(jax.device_get(single), jax.device_get(params))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("parallel", [pytest.param({}, marks=SLOW), {"fsdp": 2, "tensor": 2}])
-def test_a_created_state_is_the_placed_one(setup, parallel):
-    tiny = setup.of(num_devices=8, parallel=parallel, ema_decay=0.9)
-    created, placed = tiny.created_state(), tiny.state()
-    chex.assert_trees_all_close(jax.device_get(created), jax.device_get(placed), rtol=1e-6)
-    shapes = abstract(tiny.state_shapes, tiny.devices.mesh, tiny.devices.rules)
-    for ours, theirs, expected in zip(
-        *(jax.tree.leaves(tree) for tree in (created, placed, shapes)), strict=True
-    ):
-        assert ours.sharding == theirs.sharding == expected.sharding
-        assert (ours.shape, ours.dtype) == (expected.shape, expected.dtype)
-    # Parameters and their average are the same numbers, but a step donates the memory of each.
-    memory = [
-        shard.data.unsafe_buffer_pointer()
-        for leaf in jax.tree.leaves(created)
-        for shard in leaf.addressable_shards
-    ]
-    assert len(set(memory)) == len(memory)
-
-
 @pytest.mark.slow_except("mesh")
 @pytest.mark.parametrize("strategy", ["mesh", "pmap"])
 def test_a_step_donates_the_placed_state_and_nothing_else(setup, strategy):
@@ -121,33 +99,6 @@ def test_validation_agrees_with_one_device(setup, strategy):
         for tiny in (setup.of(strategy, bigram=True), setup.of(strategy, 8, bigram=True))
     )
     chex.assert_trees_all_close(one, eight, rtol=1e-5)
-
-
-@pytest.mark.slow  # By default, `test_loop.py` continues a run on other devices.
-@pytest.mark.parametrize(
-    "meshes",
-    [
-        [(8, {"fsdp": 2, "tensor": 2}), (1, {})],
-        [(8, {"fsdp": 4, "tensor": 2}), (4, {"fsdp": 2}), (1, {})],
-    ],
-)
-@pytest.mark.parametrize("bigram", [True, False])
-def test_a_state_continues_on_fewer_devices(setup, on_one, meshes, bigram):
-    """And sharded differently, as if nothing had happened."""
-    state, losses = None, []
-    for number, (num_devices, parallel) in enumerate(meshes):
-        tiny = setup.of(num_devices=num_devices, parallel=parallel, model=DROPOUT, bigram=bigram)
-        if state is None:
-            state = tiny.state()
-        else:
-            state = jax.device_put(
-                state, jax.tree.map(lambda leaf: leaf.sharding, abstract(state, tiny.devices.mesh))
-            )
-        for step in range(5 * number, 5 * number + 5):
-            state, metrics = tiny.train_step(state, tiny.placed_batch(step))
-            losses.append(metrics["loss"][0] / metrics["loss"][1])
-    expected, *_ = on_one(setup.of(model=DROPOUT, bigram=bigram), 20)
-    np.testing.assert_allclose(jax.device_get(losses), expected[: len(losses)], atol=1e-5, rtol=0)
 
 
 @pytest.mark.slow_except("mesh")
@@ -177,19 +128,6 @@ def test_as_many_compilations_as_declared_shapes_and_no_more(setup, strategy):
         assert not compiled
     finally:
         monitoring.clear_event_listeners()
-
-
-@pytest.mark.slow
-def test_a_known_shape_may_be_compiled_again(setup):
-    """For parameters of another dtype, or because JAX dropped what it had compiled."""
-    tiny = setup.of(bigram=True)
-    step = tiny.devices.compile_eval_step(tiny.pure_eval_step)
-    params = tiny.state().params
-    step(params, tiny.placed_batch(0))
-    step(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params), tiny.placed_batch(0))
-    jax.clear_caches()
-    step(params, tiny.placed_batch(0))
-    assert len(step.batch_shapes) == 1
 
 
 def test_rows_that_cannot_be_shared_out(setup):

@@ -113,15 +113,3 @@ def test_an_array_of_a_state_in_the_batch_or_in_what_is_frozen_is_refused():
     state["rows"] = batch_on(mesh)
     with pytest.raises(UserError, match="rows and batch are the same array"):
         fmt.compile_step(update, mesh)(state, state["rows"])
-
-
-def test_empty_arrays_have_no_memory_but_are_donated_once():
-    mesh = mesh_of(1)
-
-    def step(state, batch, key, frozen):
-        return {**state, "step": state["step"] + 1}, batch.sum()
-
-    state = {"a": jnp.zeros((0, 3)), "b": jnp.zeros((0, 3)), "step": jnp.int32(0)}
-    with pytest.raises(UserError, match="a and b are the same array"):
-        fmt.compile_step(step, mesh)(state | {"b": state["a"]}, batch_on(mesh))
-    assert int(fmt.compile_step(step, mesh)(state, batch_on(mesh))[0]["step"]) == 1

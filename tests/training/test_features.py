@@ -1,19 +1,15 @@
 """Features of the training step: skipped steps, moving average, R-Drop, freezing."""
 
-import re
-
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.objectives.losses import token_losses
-from flaxformer_mt.training.devices import seed_key
-from flaxformer_mt.training.parameters import describe, merge, split
+from flaxformer_mt.training.parameters import merge, split
 
 
 def run(tiny, steps):
@@ -85,25 +81,7 @@ def test_a_gradient_that_is_not_finite_is_told_from_such_a_loss(setup):
     chex.assert_trees_all_equal(jax.device_get(state.params), jax.device_get(tiny.state().params))
 
 
-OVERFLOWING = {"kind": "adamw", "weight_decay": 1e6, "learning_rate": 1e6, "schedule": "constant"}
 """Weight decay multiplies the parameters by about -1e12 in each step."""
-
-
-@pytest.mark.slow
-def test_an_update_that_is_not_finite_changes_nothing(setup):
-    tiny = setup.of(bigram=True, optimizer=OVERFLOWING, ema_decay=0.5)
-    state, metrics = tiny.state(), None
-    for step in range(6):
-        before = jax.device_get(state)
-        state, metrics = tiny.train_step(state, tiny.placed_batch(step))
-        metrics = jax.device_get(metrics)
-        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(jax.device_get(state)))
-        if metrics["nonfinite_update"][0]:
-            break
-    assert metrics["nonfinite_update"] == metrics["skipped_steps"] == (1, 1)
-    assert metrics["nonfinite_loss"] == metrics["nonfinite_gradient"] == (0, 1)
-    expected = before.replace(step=before.step + 1, skipped=before.skipped + 1)
-    chex.assert_trees_all_equal(jax.device_get(state), expected)
 
 
 # The moving average.
@@ -117,12 +95,6 @@ def test_the_average_starts_at_the_initial_parameters_and_follows_its_formula(se
         average = jax.tree.map(lambda a, p: 0.75 * a + 0.25 * p, average, state.params)
         chex.assert_trees_all_close(state.ema, average, rtol=1e-6)
         chex.assert_trees_all_equal(state.eval_params, state.ema)
-
-
-def test_without_an_average_the_parameters_themselves_are_evaluated(setup):
-    state = setup.of(bigram=True).state()
-    assert state.ema is None
-    assert state.eval_params is state.params
 
 
 # R-Drop.
@@ -187,15 +159,6 @@ def test_frozen_parameters_and_their_average_stay_as_they_are_to_the_bit(setup):
         assert not np.array_equal(params["Dense_0"]["kernel"], before.params["Dense_0"]["kernel"])
 
 
-def test_frozen_parameters_have_no_moments_and_the_others_keep_their_paths(setup):
-    state = setup.of(bigram=True, freeze=("Embed",)).state()
-    leaves, _ = jax.tree_util.tree_flatten_with_path(state.opt_state)
-    paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-    moments = [path for path in paths if re.search("/(mu|nu)/", path)]
-    ends = [path.split("/", 2)[2] for path in moments]
-    assert sorted(ends) == ["Dense_0/bias", "Dense_0/bias", "Dense_0/kernel", "Dense_0/kernel"]
-
-
 def test_what_is_trained_has_the_gradient_that_it_would_have_had(setup):
     free, bound = setup.of(bigram=True), setup.of(bigram=True, freeze=("Embed",))
     state, batch = free.state(), free.batch(0)
@@ -228,46 +191,7 @@ def test_rules_that_cannot_be_meant_are_refused(freeze, message):
     assert "\n" not in str(caught.value)
 
 
-def count(params):
-    return sum(leaf.size for leaf in jax.tree.leaves(params))
-
-
-@pytest.mark.parametrize(
-    ("tie", "freeze", "text"),
-    [
-        (
-            "all",
-            ("embedding", "encoder/.*feed_forward"),
-            "frozen: encoder (in part), target_embedding (also the source embedding and the output "
-            "projection)",
-        ),
-        ("target_output", ("target_emb",), "frozen: target_embedding (also the output projection)"),
-        ("none", ("encoder/", "embedding"), "frozen: encoder, source_embedding, target_embedding"),
-    ],
-)
-def test_report_of_what_is_trained(setup, tie, freeze, text):
-    tiny = setup.of(model={"tie_embeddings": tie})
-    params = tiny.state_shapes.params
-    trained, _ = split(params, freeze)
-    assert describe(params, freeze, tiny.experiment.model) == (
-        f"{count(trained):,} of {count(params):,} parameters; {text}"
-    )
-    assert describe(params, (), tiny.experiment.model) == f"{count(params):,} parameters"
-
-
 # The initial state.
-
-
-@pytest.mark.slow
-def test_a_state_can_be_made_in_place_on_a_mesh(setup):
-    tiny = setup.of(bigram=True, ema_decay=0.9, freeze=("Embed",))
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-    sharding = NamedSharding(mesh, PartitionSpec())
-    state = jax.jit(tiny.create_state, out_shardings=sharding)(seed_key(0))
-    tiny_state = jax.device_get(tiny.create_state(seed_key(0)))
-    assert all(leaf.sharding == sharding for leaf in jax.tree.leaves(state))
-    chex.assert_trees_all_equal_shapes_and_dtypes(state, tiny.state_shapes)
-    chex.assert_trees_all_equal(jax.device_get(state), tiny_state)
 
 
 def test_a_rule_that_fits_no_parameter_is_found_before_anything_is_computed(setup):

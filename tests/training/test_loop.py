@@ -27,6 +27,7 @@ class Run:
 
     tiny: object
     folder: object
+    options: dict = dataclasses.field(default_factory=dict)
     state: object = None
     announced: list = dataclasses.field(default_factory=list)
     rows_read: list = dataclasses.field(default_factory=list)
@@ -34,7 +35,7 @@ class Run:
     def __call__(
         self, batch=None, evaluate=None, train_step=None, should_stop=lambda step: False, **options
     ):
-        config = dataclasses.replace(self.tiny.experiment.train, **options)
+        config = dataclasses.replace(self.tiny.experiment.train, **self.options | options)
         batch = batch or self.tiny.placed_batch
         evaluate = evaluate or self.evaluate
         self.folder.mkdir(exist_ok=True)
@@ -92,9 +93,19 @@ class Run:
 @pytest.fixture
 def runs(setup, tmp_path):
     """Call `runs(name, ...)` for a run folder of a tiny experiment."""
-    return lambda name="run", **options: Run(
-        setup.of(**{"bigram": True, **options}), tmp_path / name
-    )
+
+    def of(name="run", **options):
+        # Runs share a compiled step unless it has other options.
+        of_loop = {option: options.pop(option) for option in OF_LOOP & options.keys()}
+        return Run(setup.of(**{"bigram": True, **options}), tmp_path / name, of_loop)
+
+    return of
+
+
+OF_LOOP = {
+    "log_every", "eval_every", "checkpoint_every", "keep_best", "early_stopping_patience",
+    "early_stopping_metric", "early_stopping_min_delta", "max_skipped_steps",
+}  # fmt: skip
 
 
 def power_cut(step, tiny):
@@ -213,14 +224,6 @@ def losses(*values):
     return lambda params, step: {"loss": values[step - 1], "bleu": -values[step - 1]}
 
 
-@pytest.mark.slow
-def test_the_best_so_far_always_gets_its_checkpoint(runs):
-    run = runs(eval_every=1, checkpoint_every=100, keep_last=1, keep_best=1)
-    run(evaluate=losses(4.0, 2.0, 3.0, 2.0, 2.5, 5.0))
-    assert run.checkpoints == [2, 6]
-    assert restore_params(run.folder, "best")[0] == 2
-
-
 @pytest.mark.slow_except("3")
 @pytest.mark.parametrize("stop", [None, 3])
 def test_training_stops_early_when_validations_do_not_improve(runs, stop):
@@ -299,39 +302,6 @@ def test_after_many_skipped_steps_the_run_goes_back_and_stops(runs):
     assert int(run.state.step) == 8
 
 
-@pytest.mark.slow
-def test_a_continued_run_counts_the_skipped_steps_before(runs):
-    run = runs(log_every=1, max_skipped_steps=4)
-    bad = spoiled(run.tiny, {3, 4, 5, 6, 7})
-    with pytest.raises(Interrupted):
-        run(batch=bad, num_steps=10, should_stop=lambda step: step == 5)
-    with pytest.raises(UserError, match=r"not finite in steps 4 to 7 \(train\.max_skipped_steps=4"):
-        run(batch=bad, num_steps=10)
-
-
-@pytest.mark.slow
-def test_a_skipped_step_delays_a_regular_checkpoint_only(runs):
-    run = runs(checkpoint_every=2, eval_every=100, keep_last=5)
-    run(batch=spoiled(run.tiny, {1}))
-    assert run.checkpoints == [3, 4, 6]
-
-    best = runs("best", checkpoint_every=100, eval_every=1, keep_best=1)
-    best(batch=spoiled(best.tiny, {1}), evaluate=losses(3.0, 2.0, 2.5, 2.6, 2.7, 2.8))
-    assert 2 in best.checkpoints
-
-    stopped = runs("stopped", checkpoint_every=100, eval_every=100)
-    with pytest.raises(Interrupted, match=r"stopped after step 3; .* continues after step 3"):
-        stopped(batch=spoiled(stopped.tiny, {2}), should_stop=lambda step: step == 3)
-    assert stopped.checkpoints == [3]
-
-
-@pytest.mark.slow
-def test_training_metrics_are_written_when_a_run_stops_early(runs):
-    run = runs(eval_every=1, log_every=4, early_stopping_patience=2)
-    run(evaluate=losses(1.0, 2.0, 3.0, 4.0, 5.0, 6.0))
-    assert run.steps[-2:] == [(3, "valid"), (3, "train")]
-
-
 def test_without_a_checkpoint_a_run_goes_back_to_the_start(runs):
     run = runs(log_every=1, max_skipped_steps=3)
     with pytest.raises(UserError, match=r"steps 1 to 3 .* back at step 0: .*clip_norm=1$"):
@@ -366,25 +336,6 @@ def test_a_validation_that_fails_does_not_lose_the_steps_before_it(runs):
     chex.assert_trees_all_equal(*jax.device_get([whole.state, failed.state]))
     assert failed.lines == whole.lines
     assert failed.checkpoints == whole.checkpoints
-
-
-@pytest.mark.slow
-def test_a_last_validation_that_fails_is_repeated(runs):
-    whole, failed = runs("whole")(), runs("failed")
-
-    def evaluate(params, step):
-        if step == whole.checkpoints[-1]:
-            raise RuntimeError("out of memory")
-        return failed.evaluate(params, step)
-
-    with pytest.raises(RuntimeError, match="out of memory"):
-        failed(evaluate=evaluate)
-    assert failed.checkpoints == whole.checkpoints
-    failed.rows_read.clear()
-    failed()
-    assert failed.rows_read == []
-    assert failed.lines == whole.lines
-    assert whole_checkpoints(failed.folder) == whole_checkpoints(whole.folder)
 
 
 def test_an_exception_of_the_stream_ends_the_run(runs):

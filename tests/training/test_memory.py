@@ -60,29 +60,6 @@ def test_data_parallelism_adds_up_the_gradients(setup, strategy):
 
 
 @pytest.mark.slow
-def test_a_loss_in_parts_adds_up_its_gradient_once(setup):
-    """With more columns the logits are made in more parts, and nothing more is sent."""
-    tiny = setup.of(
-        num_devices=8,
-        model={"source_vocab_size": 40_000, "target_vocab_size": 40_000, "num_encoder_layers": 1},
-    )
-    few, many = (
-        sum(sent(tiny, BatchShape(32, 8, columns)).values())
-        for columns in (16, 128)  # of 4 rows and 40,000 logits: one part, and five or more
-    )
-    assert many < 1.01 * few
-
-
-@pytest.mark.slow
-def test_cutting_parameters_costs_communication_and_saves_memory(setup):
-    programs = [compiled(setup.of("mesh", 8, parallel={"fsdp": fsdp})) for fsdp in (1, 8)]
-    data, fsdp = (step_cost(*program) for program in programs)
-    assert fsdp.parameters < data.parameters / 3
-    assert fsdp.optimizer_state < data.optimizer_state / 3
-    assert sent_bytes(programs[1][0].as_text())["all-gather"] > 0
-
-
-@pytest.mark.slow
 def test_fsdp_sends_matrices_and_not_the_vectors_of_all_rows(setup):
     """With more rows, only the vectors of the embeddings are more, which are looked up in parts."""
     few, many = (

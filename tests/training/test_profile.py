@@ -50,41 +50,6 @@ def test_a_run_that_goes_on_traces_the_steps_that_remain(runs):  # noqa: F811
     assert list(traces(run)) == ["steps_4_to_5"]
 
 
-@pytest.mark.slow
-def test_a_trace_that_early_stopping_cuts_short_is_discarded(runs):  # noqa: F811
-    run = runs(eval_every=1, early_stopping_patience=1)
-    run(profile_steps="1:5", evaluate=lambda params, step: {"loss": float(step)})
-    assert int(run.state.step) == 2
-    assert not [*(run.folder / "profile").glob("*")]
-
-
-@pytest.mark.slow
-def test_steps_beyond_the_end_of_a_run_are_not_traced(runs):  # noqa: F811
-    run = runs()
-    run(profile_steps="6:900")
-    ((name, events),) = traces(run).items()
-    assert name == "steps_6_to_6"
-    assert steps_of(events) == ["6"]
-    run = runs("other")
-    run(profile_steps="7:9")
-    assert not (run.folder / "profile").exists()
-
-
-@pytest.mark.slow
-def test_a_trace_that_cannot_be_written_stops_the_run_in_one_line(runs, monkeypatch):  # noqa: F811
-    stop = jax.profiler.stop_trace
-
-    def fail():
-        stop()
-        raise jax.errors.JaxRuntimeError("INTERNAL: no space\n in detail")
-
-    monkeypatch.setattr(jax.profiler, "stop_trace", fail)
-    run = runs()
-    with pytest.raises(UserError, match=r"profile/steps_2_to_2 cannot be written: INTERNAL: no sp"):
-        run(profile_steps="2:2")
-    assert not (run.folder / "profile").exists()
-
-
 @pytest.mark.parametrize("given", ["5:3", "x", "3", "0:2", "-1:2", "1:", "1:2:3", "1 : 2"])
 def test_other_ranges_are_rejected(given):
     with pytest.raises(UserError, match=r"train.profile_steps='.*must be A:B, .* such as 100:104"):

@@ -2,7 +2,6 @@
 
 import functools
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,16 +9,13 @@ import pytest
 from flax import linen as nn
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-import flaxformer_mt as fmt
-from benchmarks.compiled.program import collectives, parse, sent_bytes
+from benchmarks.compiled.program import collectives, parse
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.data.stream.batches import BatchShape
 from flaxformer_mt.data.stream.placement import ROW_AXES
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.model.attention import MultiHeadAttention
 from flaxformer_mt.model.transformer import Embedding, Transformer
 from flaxformer_mt.training.devices import abstract
-from flaxformer_mt.training.memory import abstract_batch
 from flaxformer_mt.training.sharding import (
     ACTIVATION_RULES,
     AXES,
@@ -148,42 +144,6 @@ def test_optimizer_state_and_average_are_sharded_like_the_parameters(setup):
         assert set(found[path]) <= {None}
 
 
-@pytest.mark.slow
-def test_adafactor_is_trained_sharded(setup):
-    """Its row and column means have paths that end as those of the parameters, but other shapes."""
-    one, eight = (
-        setup.of(
-            num_devices=number,
-            model={
-                "d_model": 128,
-                "d_ff": 128,
-                "num_encoder_layers": 0,
-                "num_decoder_layers": 2,
-                "has_inputs": False,
-            },
-            optimizer={"kind": "adafactor", "schedule": "constant", "learning_rate": 1e-2},
-            parallel=parallel,
-        )
-        for number, parallel in ((1, {}), (8, {"fsdp": 2, "tensor": 2}))
-    )
-    params = []
-    for tiny in (one, eight):
-        state = tiny.created_state()
-        for step in range(2):
-            state, _ = tiny.train_step(state, tiny.placed_batch(step))
-        params.append(jax.device_get(state.params))
-    chex.assert_trees_all_close(*params, rtol=1e-4, atol=1e-6)
-    found = dict(leaves_by_path(state.opt_state))
-    hidden = "decoder/layers/feed_forward/hidden"
-    for ending, shape, spec in (
-        (f"v/{hidden}/bias", (2, 128), (None, "tensor")),
-        (f"v_row/{hidden}/bias", (2, 1), (None, None)),
-        (f"v_row/{hidden}/kernel", (2, 128), (None, None)),
-    ):
-        (leaf,) = (leaf for path, leaf in found.items() if path.endswith(ending))
-        assert (leaf.shape, leaf.sharding.spec) == (shape, PartitionSpec(*spec))
-
-
 @pytest.mark.parametrize("owner", ["model", "params", "ema/0"])
 def test_any_tree_is_sharded_by_the_ends_of_its_paths(owner):
     """The output projection is the only one whose name is also the end of others."""
@@ -306,48 +266,3 @@ def test_gradients_of_query_key_and_value_are_added_up_before_they_are_sent():
     # Of the output, and of the input's gradient.
     assert [each.kind for each in sent(step, x)] == ["all-reduce"] * 2
     np.testing.assert_allclose(step(x)[0], jax.jit(gradient_of)(x), atol=1e-5)
-
-
-@pytest.mark.slow
-def test_compile_step_sends_matrices_where_plain_jit_sends_the_vectors_of_all_rows():
-    """For the step of a script, too: the rules of activations are part of `compile_step`."""
-    config = TransformerConfig(
-        source_vocab_size=32, target_vocab_size=32, d_model=16, num_heads=2, d_ff=32,
-        num_encoder_layers=1, num_decoder_layers=1, dropout_rate=0.0,
-    )  # fmt: skip
-    mesh = fmt.make_mesh(fsdp=8)
-
-    def update(state, batch, key, frozen):
-        def loss(params):
-            sums = fmt.cross_entropy(config, params, batch)
-            return sums.loss / sums.tokens
-
-        gradient = jax.grad(loss)(state["params"])
-        params = jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], gradient)
-        return {"params": params, "step": state["step"] + 1}, 0
-
-    shapes = jax.eval_shape(lambda: {"params": fmt.init(config, jax.random.key(0)), "step": 0})
-    shapes["step"] = jax.ShapeDtypeStruct((), jnp.int32)
-    of_state = shardings(shapes, mesh)
-    state = jax.tree.map(
-        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-        shapes,
-        of_state,
-    )
-    of_rows = NamedSharding(mesh, PartitionSpec(ROW_AXES))
-    batch = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=of_rows),
-        abstract_batch(BatchShape(512, 16, 16)),
-    )
-
-    def sent(lowered):
-        compiled = lowered.compile({"xla_backend_optimization_level": 0})
-        return sum(sent_bytes(compiled.as_text()).values())
-
-    plain = jax.jit(
-        lambda state, batch: update(state, batch, None, None),
-        in_shardings=(of_state, of_rows),
-        out_shardings=(of_state, NamedSharding(mesh, PartitionSpec())),
-    )
-    ours = sent(fmt.compile_step(update, mesh).lower(state, batch))
-    assert 2 * ours < sent(plain.lower(state, batch))

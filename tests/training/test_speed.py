@@ -95,24 +95,6 @@ def lengths(segment_ids):
     return dict(zip(map(tuple, pairs.T), counts, strict=True))
 
 
-def test_frozen_parameters_are_not_counted_as_trained(setup):
-    tiny = setup.of(bigram=True, freeze=("Embed",))
-    metrics = tiny.train_step(tiny.state(), tiny.placed_batch(0))[1]
-    assert "flops_per_target_token" not in metrics
-
-
-@pytest.mark.slow
-def test_two_passes_of_r_drop_are_counted_twice(setup):
-    once, twice = (
-        setup.of(bigram=True, r_drop=weight, model={"dropout_rate": 0.1}) for weight in (0.0, 1.0)
-    )
-    one, two = (
-        tiny.train_step(tiny.state(), tiny.placed_batch(0))[1]["flops_per_target_token"]
-        for tiny in (once, twice)
-    )
-    assert two == (2 * one[0], one[1])
-
-
 H100 = types.SimpleNamespace(
     platform="gpu",
     device_kind="NVIDIA H100 80GB HBM3",
@@ -161,8 +143,3 @@ def test_what_is_not_known_is_left_out():
     on_cpu = measurements(interval, jax.devices()[:1])
     assert "mfu" not in on_cpu
     assert 2**24 < on_cpu["memory_bytes"] < 2**40
-
-
-def test_a_line_of_an_earlier_checkpoint_has_no_flops():
-    interval = Interval({"target_tokens": (2.0, 1.0)}, seconds=1.0)
-    assert "mfu" not in measurements(interval, [H100])

@@ -87,17 +87,6 @@ def test_a_step_of_ones_own_gets_the_key_of_seed_and_step():
         np.testing.assert_array_equal(key, jax.random.key_data(expected))
 
 
-@pytest.mark.slow
-def test_the_generator_of_the_device_drops_other_units_as_reproducibly(setup):
-    def loss(generator):
-        fields = {"model": {"dropout_rate": 0.5}, "dropout_generator": generator}
-        tiny = setup.of(bigram=True, **fields)
-        return float(tiny.train_step(tiny.state(), tiny.placed_batch(0))[1]["loss"][0])
-
-    assert loss("rbg") == loss("rbg")
-    assert loss("rbg") != loss("threefry")
-
-
 @pytest.mark.parametrize("split", [{"accumulation_steps": 2}, {"num_devices": 2}])
 def test_parts_and_devices_drop_different_units(setup, split):
     """Where all rows are equal, two halves have the same loss only by the same dropout."""
