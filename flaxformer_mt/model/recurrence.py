@@ -69,5 +69,5 @@ class SSRU(nn.Module):
             part = slice(token * beams, (token + 1) * beams)
             memory = forget[:, part] * memory + new[:, part]
             states.append(memory)
-        states = jnp.concatenate(states, axis=1) if len(states) > 1 else memory
-        return jax.nn.relu(states).astype(x.dtype), memory
+        outputs = jnp.concatenate(states, axis=1) if len(states) > 1 else memory
+        return jax.nn.relu(outputs).astype(x.dtype), memory

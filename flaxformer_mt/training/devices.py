@@ -68,7 +68,8 @@ def create(
     Raises:
       UserError: a rule has an axis that the mesh does not have, or matches no array.
     """
-    wanted = jax.tree.map(lambda leaf: leaf.sharding, abstract(make_state, mesh, rules))
+    shapes = jax.eval_shape(make_state, seed_key(seed))
+    wanted = jax.tree.map(lambda leaf: leaf.sharding, abstract(shapes, mesh, rules))
     return jax.jit(make_state, out_shardings=wanted)(seed_key(seed))
 
 

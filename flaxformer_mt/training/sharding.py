@@ -79,8 +79,7 @@ class ShardingRule(NamedTuple):
 
         rule = fmt.ShardingRule("experts/kernel$", ("experts", None, "tensor"))
 
-    A plain pair does as well, and so does text for the axes:
-    ("experts/kernel$", "experts,-,tensor").
+    A plain pair does as well, and so does text for the axes: "experts,-,tensor".
     """
 
     pattern: str
