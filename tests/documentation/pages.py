@@ -24,6 +24,7 @@ REASONS = {
     "does not end",
     "needs your model",
     "needs a running server",
+    "needs a table with four columns",
 }
 MIGRATION = ROOT / "docs/migration.md"
 _FENCE = re.compile(r"```(\w*)$")
