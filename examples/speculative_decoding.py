@@ -5,11 +5,14 @@
 The tokens are those of greedy search with the large model. Source: Leviathan et al. 2023.
 """
 
+import functools
 import sys
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 import flaxformer_mt as fmt
 
@@ -20,21 +23,24 @@ config, end, longest = modules[0].config, modules[0].config.eos_id, 64
 batch = fmt.padded([(line.strip(), "") for line in sys.stdin], tokenizers, config, length=longest)
 
 
-def search(params, source, k):  # Returns tokens [B, T] and the number of steps of the large model.
+@functools.partial(jax.jit, static_argnums=2)
+def search(params: Any, source: Array, k: int) -> tuple[Array, Any]:
+    """Returns tokens [B, T], and the number of steps of the large model."""
     models = [module.bind({"params": tree}) for module, tree in zip(modules, params, strict=True)]
 
-    def best(model, tokens, cache, positions):  # The most probable token after each of [B, N].
+    def best(model: Any, tokens: Array, cache: Any, positions: Array) -> tuple[Array, Any]:
+        # The most probable token after each of [B, N].
         logits, cache = model.decode_step(tokens, cache, positions)
         logits = logits.at[..., jnp.array([config.pad_id, config.bos_id])].set(-jnp.inf)
         return logits.argmax(-1).astype(jnp.int32), cache
 
-    def step(state):
+    def step(state: Any) -> Any:
         found, number, last, done, (cache, small_cache), steps = state
-        chosen = [last]
+        each = [last]
         for i in range(k + 1 if k else 0):  # The last of these only completes the cache.
-            token, small_cache = best(models[1], chosen[-1], small_cache, number + i)
-            chosen.append(token)
-        given = jnp.concatenate(chosen[: k + 1], axis=1)  # [B, k + 1]
+            token, small_cache = best(models[1], each[-1], small_cache, number + i)
+            each.append(token)
+        given = jnp.concatenate(each[: k + 1], axis=1)  # [B, k + 1]
         verified, cache = best(models[0], given, cache, number)
         agreed = jnp.cumprod(given[:, 1:] == verified[:, :-1], axis=1).sum(1, keepdims=True)
         found = jax.vmap(jax.lax.dynamic_update_slice)(found, verified, number[:, None])
@@ -50,7 +56,6 @@ def search(params, source, k):  # Returns tokens [B, T] and the number of steps 
     return found[:, :longest], steps
 
 
-search = jax.jit(search, static_argnums=2)
 for k in (0, 4):
     search(params, batch.encoder_input_tokens, k)  # Compiles.
     begin = time.perf_counter()

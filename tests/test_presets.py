@@ -91,3 +91,45 @@ def test_what_the_published_code_cannot_do_is_refused():
     assert presets.t5(activation="gelu").activation == "gelu"
     with pytest.raises(UserError, match="fairseq has no activation=silu"):
         presets.preset("fairseq", activation="silu")
+
+
+def test_dropout_sites_follow_the_rate_where_the_source_does():
+    sites = {
+        family: (config.attention_dropout_rate, config.activation_dropout_rate)
+        for family in presets.FAMILIES
+        for config in [presets.preset(family, dropout_rate=0.3)]
+    }
+    assert sites == {
+        "jadore801120": (0.1, 0.0),
+        "double_projection": (0.0, 0.0),
+        "annotated_wide_heads": (0.3, 0.3),
+        "annotated": (0.1, 0.3),
+        "tunz": (0.3, 0.3),
+        "torch": (0.3, 0.3),
+        "marian": (0.0, 0.0),
+        "fairseq": (0.0, 0.0),
+        "opennmt": (0.1, 0.3),
+        "mbart": (0.0, 0.0),
+        "m2m100": (0.0, 0.0),
+        "t5": (0.3, 0.3),
+    }
+
+
+def test_annotated_wide_heads_has_wider_heads_than_its_model():
+    config = presets.annotated_wide_heads()
+    assert (config.d_model, config.num_heads * config.key_width) == (300, 384)
+
+
+def test_tunz_rounds_head_widths_down():
+    assert presets.tunz(d_model=17, num_heads=8).key_width == 2
+
+
+def test_final_norms_come_with_fairseq_s_pre_norm():
+    assert presets.fairseq(norm_position="pre").final_norm
+    assert not presets.fairseq().final_norm
+
+
+def test_opennmt_scales_and_spaces_as_its_positions_want():
+    assert presets.opennmt(position_layout="concatenated").position_exponent == "tensor2tensor"
+    assert presets.opennmt().position_exponent == "paper"
+    assert not presets.opennmt(position_kind="none").scale_embeddings

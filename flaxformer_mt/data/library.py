@@ -208,8 +208,7 @@ def packed(
         if corpus.report.is_changed:
             advice = ""
             if TOO_LONG in corpus.report.dropped or corpus.report.truncated:
-                lengths = experiment.data.source_row_length, experiment.data.target_row_length
-                advice = f"; raise length={lengths}"
+                advice = f"; raise length={stream.config.data.row_lengths}"
             if TOO_LONG in corpus.report.dropped:
                 advice += ', or give long_sentences="truncate"'
             _log.warning("%s: %s%s", corpus.name, corpus.report.changes(), advice)
@@ -285,7 +284,7 @@ def _experiment(
     rows: int,
     length: int | tuple[int, int],
     seed: int = 0,
-    **options: Any,
+    **options: Unpack[PackingOptions],
 ) -> ExperimentConfig:
     """Returns the configuration of batches of `rows` rows; `options` as of `data`."""
     source, target = (length, length) if isinstance(length, int) else length
@@ -317,7 +316,6 @@ def padded(
     source_length, target_length = (length, length) if isinstance(length, int) else length
     texts = ParallelCorpus([source for source, _ in pairs], [target for _, target in pairs], "")
     encoded = encode_corpus(texts, tokenizers, config)
-    sources = encoded.sources
     limits = source_length, target_length
     too_long = [sides > limit for sides, limit in zip(encoded.lengths, limits, strict=True)]
     if np.any(too_long):
@@ -327,6 +325,7 @@ def padded(
             f"{len(pairs):,}",
             limits,
         )
+    sources = encoded.sources
     batch = make_batch(
         TokenPairs(
             None if sources is None else sources.truncate(source_length, config.eos_id),

@@ -53,7 +53,16 @@ def check_config(
         # The sizes of the vocabularies are not known yet.
         initialize = functools.partial(init, with_vocabulary_sizes(model, 1, 1))
         split(jax.eval_shape(initialize, seed_key(0)), train.freeze)
-    check_rows(config)
+    rows, _, row_length = packed_shape(config)
+    shards = (config.parallel.num_devices or jax.device_count()) // config.parallel.tensor
+    if rows % (shards * train.accumulation_steps):  # Short buckets have a multiple of these rows.
+        raise UserError(
+            f"the {rows} rows of a batch (train.batch_tokens={train.batch_tokens} / "
+            f"{row_length} tokens of a target row) cannot be divided evenly among {shards} devices "
+            f"(parallel.num_devices / parallel.tensor) times {train.accumulation_steps} parts "
+            f"(train.accumulation_steps): make train.batch_tokens a multiple of "
+            f"{shards * train.accumulation_steps * row_length}"
+        )
     if config.decode.shortlist:
         with prefixed(f"decode.shortlist={config.decode.shortlist}: "):
             open_regular(config.decode.shortlist).close()
@@ -105,21 +114,6 @@ def check_devices(parallel: ParallelConfig) -> None:
         raise UserError(
             f"parallel.tensor={tensor} does not fit processes of {local} devices: one has to be a "
             "multiple of the other"
-        )
-
-
-def check_rows(config: ExperimentConfig) -> None:
-    """Checks that devices can share out the rows of a batch."""
-    rows, _, row_length = packed_shape(config)
-    shards = (config.parallel.num_devices or jax.device_count()) // config.parallel.tensor
-    parts = config.train.accumulation_steps
-    if rows % (shards * parts):  # Short buckets have a multiple of these rows.
-        raise UserError(
-            f"the {rows} rows of a batch (train.batch_tokens={config.train.batch_tokens} / "
-            f"{row_length} tokens of a target row) cannot be divided evenly among {shards} devices "
-            f"(parallel.num_devices / parallel.tensor) times {parts} parts "
-            f"(train.accumulation_steps): make train.batch_tokens a multiple of "
-            f"{shards * parts * row_length}"
         )
 
 

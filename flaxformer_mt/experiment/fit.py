@@ -234,8 +234,8 @@ def fit(
         after_step.add_hook(lambda info: display.after_step(info.step, info.sums))
         after_step.add_hook(lambda info: is_interrupted(info.step))
         after_step.add_hook(user)
-        system = trackers.system_facts(experiment.devices.devices)
-        tracking.tell("begin", workdir, to_dict(experiment.config) | {"system": system})
+        values = to_dict(experiment.config) | {"system": experiment.devices.facts}
+        tracking.tell("begin", workdir, values)
         with contextlib.ExitStack() as closing:
             for writer in all_writers:
                 closing.callback(writer.close)

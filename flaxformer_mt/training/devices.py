@@ -24,6 +24,7 @@ from flaxformer_mt.config import ParallelConfig
 from flaxformer_mt.data.stream.batches import Batch
 from flaxformer_mt.data.stream.placement import place_batch, row_sharding, row_shards
 from flaxformer_mt.errors import UserError, prefixed
+from flaxformer_mt.memory_limits import device_memory
 from flaxformer_mt.runs import buffers
 from flaxformer_mt.runs.identity import compare_step
 from flaxformer_mt.training.sharding import (
@@ -422,6 +423,17 @@ class RunDevices:
     def devices(self) -> list[jax.Device]:
         """The devices of all processes; those of a process are neighbors."""
         return list(self.mesh.devices.flat)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Describes the devices, of all processes and of one kind, and their memory."""
+        return {
+            "devices": len(self.devices),
+            "device_kind": self.devices[0].device_kind,
+            "device_memory_bytes": device_memory(self.devices),
+            "processes": jax.process_count(),
+            "jax": jax.__version__,
+        }
 
     def _shape(self, rows: Any) -> tuple[int, ...]:
         """Returns [B, ...], or [devices, B / devices, ...] under pmap."""

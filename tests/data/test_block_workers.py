@@ -84,7 +84,7 @@ def test_batches_are_the_same_with_any_number_of_workers(kind, data):
 
 def test_errors_of_workers_arrive():
     stream = stream_of(1, subword_sampling=0.1)
-    stream._arguments = (*stream._arguments[:-1], None)
+    stream._arguments = (*stream._arguments[:-2], None, None)
     with pytest.raises(ValueError, match="needs a vocabulary to sample from") as error:
         read(stream, 1)
     (note,) = error.value.__notes__

@@ -9,9 +9,11 @@ from flax import linen as nn
 from jax.sharding import NamedSharding, PartitionSpec
 
 from flaxformer_mt.model import lookup
-from flaxformer_mt.model.lookup import look_up, look_up_positions, sum_by_token
+from flaxformer_mt.model.lookup import look_up, look_up_positions
 from flaxformer_mt.training.devices import make_mesh
 from flaxformer_mt.training.sharding import ACTIVATION_RULES
+
+sum_by_token = jax.jit(lookup.sum_by_token, static_argnums=(2, 3))
 
 
 def batch(number, size, width=8, most=None):
@@ -29,7 +31,7 @@ def expected(vectors, tokens, size):
 
 @pytest.mark.parametrize(
     ("number", "size", "most"),
-    [(1, 5, 5), (128, 3, 1), (257, 3, 3), (1000, 50, 60), (300, 2000, 2000), (4096, 300, 3)],
+    [(1, 5, 5), (257, 3, 1), (1000, 50, 60), (300, 2000, 2000)],
 )
 def test_sums_are_those_of_each_token(number, size, most):
     vectors, tokens = batch(number, size, most=most)
@@ -51,7 +53,7 @@ def test_the_order_of_a_batch_changes_no_bit_of_a_sum_of_two():
 
 
 def test_vectors_of_bfloat16_are_added_in_float32():
-    vectors, tokens = batch(4096, 4, most=2)
+    vectors, tokens = batch(1025, 4, most=2)
     vectors = jnp.asarray(vectors, jnp.bfloat16)
     sums = sum_by_token(vectors, jnp.asarray(tokens), 4, jnp.dtype("float32"))
     assert sums.dtype == jnp.float32
@@ -73,10 +75,10 @@ def test_the_gradient_is_that_of_a_lookup_wherever_the_table_is(monkeypatch, fun
 
         return jax.grad(loss)(table)
 
-    plain = gradient(table, tokens, weights)
+    plain = jax.jit(gradient)(table, tokens, weights)
     monkeypatch.setattr(lookup, "mesh_platform", lambda: "gpu")
     if sizes is None:
-        ordered = gradient(table, tokens, weights)
+        ordered = jax.jit(lambda *arrays: gradient(*arrays))(table, tokens, weights)
     else:
         mesh = make_mesh(**sizes)
         everywhere = NamedSharding(mesh, PartitionSpec())

@@ -74,3 +74,10 @@ def test_learned_positions_are_a_table_behind_an_offset():
     np.testing.assert_array_equal(encoded[0], table[jnp.array([2, 5])])
     with pytest.raises(ValueError, match="5 is more than the 4 learned positions"):
         encode(config, jnp.zeros((1, 5), jnp.int32), 5)
+
+
+def test_concatenated_paper_exponent():
+    table = sinusoidal_table(5, 4, layout="concatenated")
+    angles = [3.0, 3.0 / 100.0]
+    expected = [*map(math.sin, angles), *map(math.cos, angles)]
+    np.testing.assert_allclose(table[3], expected, atol=1e-12)

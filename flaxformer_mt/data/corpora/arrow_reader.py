@@ -159,7 +159,7 @@ def _texts(column: Any) -> list[str | Fault | None]:
     try:
         return column.to_pylist()
     except UnicodeDecodeError:  # Arrow itself does not check what it calls strings.
-        return [text and decoded(text) for text in column.cast("large_binary").to_pylist()]
+        return [decoded(text or b"") for text in column.cast("large_binary").to_pylist()]
 
 
 def _name(path: Path | str, names: Sequence[str], column: str) -> str:

@@ -54,7 +54,7 @@ class PairField(abc.ABC):
     def check(self, config: ExperimentConfig) -> None:  # noqa: B027
         """Raises `UserError` if options cannot be used with the field."""
 
-    def report(self, name: str, pairs: int, notes: Mapping[str, Dropped]) -> None:  # noqa: B027
+    def tell(self, name: str, pairs: int, notes: Mapping[str, Dropped]) -> None:  # noqa: B027
         """Tells the notes about the pairs of a corpus; `UserError` if it cannot be used."""
 
 
@@ -142,7 +142,7 @@ class _Links(PairField):
         if not config.model.has_inputs:
             raise UserError("a language model has no sources to align: leave the alignments out")
 
-    def report(self, name: str, pairs: int, notes: Mapping[str, Dropped]) -> None:
+    def tell(self, name: str, pairs: int, notes: Mapping[str, Dropped]) -> None:
         unlinked = notes.get(_UNLINKED)
         if unlinked is None:
             return

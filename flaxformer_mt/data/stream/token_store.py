@@ -338,7 +338,7 @@ class _Store:
             advice = f"; the filters are {filters}" if filters else ""
             raise UserError(f"{corpus.name}: all of {read:,} pairs were dropped: {reasons}{advice}")
         for name in corpus.fields:
-            field_of(name).report(corpus.name, written, notes)
+            field_of(name).tell(corpus.name, written, notes)
         sources, targets = (
             SideReport.of_lengths(
                 np.concatenate(lengths[side]),
