@@ -20,7 +20,7 @@ from flaxformer_mt.config import DataConfig, ExperimentConfig
 from flaxformer_mt.data.corpora.corpus import load_corpus
 from flaxformer_mt.data.stream import token_store
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
-from flaxformer_mt.runs.layout import MANIFEST
+from flaxformer_mt.run_layout import MANIFEST
 from flaxformer_mt.runs.manifest import write_manifest
 
 ROUNDS = 5

@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.exit_codes import ExitCode
+from flaxformer_mt.run_layout import METRICS, TENSORBOARD
 from flaxformer_mt.runs.folder import require_run
-from flaxformer_mt.runs.layout import METRICS, TENSORBOARD
 from flaxformer_mt.runs.metrics_file import read_metrics
 
 Reports = dict[tuple[int, str], float]

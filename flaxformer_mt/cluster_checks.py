@@ -17,9 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from rich.filesize import decimal
 
-from flaxformer_mt import distributed
+from flaxformer_mt import atomic, distributed
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.runs import atomic
 
 _PACKAGES = ("flaxformer_mt", "jax", "jaxlib", "flax", "orbax-checkpoint", "numpy")
 _MAX_SKEW = 2.0

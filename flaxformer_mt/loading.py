@@ -19,8 +19,8 @@ from flaxformer_mt.model.functional import require_params
 from flaxformer_mt.plotting.attention_page import AttentionPicture
 from flaxformer_mt.presets import canonical_family
 from flaxformer_mt.remote.reading import local
+from flaxformer_mt.run_layout import CONFIG
 from flaxformer_mt.run_reader import Run
-from flaxformer_mt.runs.layout import CONFIG
 from flaxformer_mt.trained_model import write_model
 
 

@@ -11,8 +11,8 @@ from flaxformer_mt.config.experiment import with_changes
 from flaxformer_mt.decoding.text_arguments import require_path, require_texts
 from flaxformer_mt.errors import UserError, requiring, shown
 from flaxformer_mt.remote.reading import local
+from flaxformer_mt.run_layout import METRICS, CheckpointSelector
 from flaxformer_mt.runs.folder import check_texts, read_config, require_run
-from flaxformer_mt.runs.layout import METRICS, CheckpointSelector
 from flaxformer_mt.runs.metrics_file import read_metrics
 from flaxformer_mt.runs.step_folders import best_step, metric_of
 

@@ -14,21 +14,21 @@ from typing import Any
 import numpy as np
 from flax.traverse_util import flatten_dict
 
+from flaxformer_mt import atomic, distributed
 from flaxformer_mt import config as configuration
-from flaxformer_mt import distributed
 from flaxformer_mt.config import ExperimentConfig, TransformerConfig
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers, read_tokenizers
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.memory_limits import LESS_ON_DEVICE, explained_exhaustion
 from flaxformer_mt.model.functional import parameter_shapes, with_layer_options
-from flaxformer_mt.runs import atomic, changes, data_file
+from flaxformer_mt.run_layout import CONFIG, TOKENIZER, CheckpointSelector
+from flaxformer_mt.runs import changes, data_file
 from flaxformer_mt.runs.folder import (
     read_config,
     read_fingerprints,
     require_only_written,
     write_run,
 )
-from flaxformer_mt.runs.layout import CONFIG, TOKENIZER, CheckpointSelector
 from flaxformer_mt.runs.step_folders import metric_of
 
 

@@ -13,23 +13,26 @@ PACKAGE = ROOT / "flaxformer_mt"
 # What each package may import from the package, besides itself.
 LEAVES = {
     "accelerators",
+    "atomic",
     "errors",
     "exit_codes",
     "input_files",
     "memory_limits",
     "remote.reading",
-    "runs.atomic",
+    "run_layout",
     "standard_output",
     "urls",
     "writing_systems",
 }
 ALLOWED = {
     "accelerators": set(),
+    "atomic": {"errors", "urls"},
+    "run_layout": set(),
     "errors": set(),
     "exit_codes": set(),
     "input_files": {"errors", "remote.reading"},
     "urls": {"errors"},
-    "remote": {"errors", "runs.atomic", "runs.layout", "runtime", "standard_output", "urls"},
+    "remote": {"atomic", "errors", "run_layout", "runtime", "standard_output", "urls"},
     "memory_limits": {"errors"},
     "writing_systems": set(),
     "config": LEAVES,
@@ -86,7 +89,6 @@ ALLOWED = {
         "distributed",
         "runs.data_file",
         "runs.identity",
-        "runs.layout",
         "runs.manifest",
     }
     | LEAVES,

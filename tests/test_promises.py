@@ -47,7 +47,7 @@ from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.convert import OWN, convert
 from flaxformer_mt.parity.families.recipes import recipe
 from flaxformer_mt.parity.trace.sites import sites
-from flaxformer_mt.runs.layout import CHECKPOINTS, TOKENIZER
+from flaxformer_mt.run_layout import CHECKPOINTS, TOKENIZER
 from flaxformer_mt.trained_model import load_run
 
 

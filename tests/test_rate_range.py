@@ -9,12 +9,11 @@ import jax
 import numpy as np
 import pytest
 
-from flaxformer_mt import Run, experiment
+from flaxformer_mt import Run, atomic, experiment
 from flaxformer_mt.cli import main
 from flaxformer_mt.config import OptimizerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.experiment import rate_range
-from flaxformer_mt.runs import atomic
 from flaxformer_mt.training.optimizer import make_schedule
 
 

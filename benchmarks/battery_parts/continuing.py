@@ -107,8 +107,8 @@ def differences(one: Path, other: Path) -> dict[str, Any]:
     import jax
     import numpy as np
 
+    from flaxformer_mt.run_layout import METRICS
     from flaxformer_mt.runs.checkpoint import restore_params
-    from flaxformer_mt.runs.layout import METRICS
     from flaxformer_mt.runs.metrics_file import read_metrics
     from flaxformer_mt.training.reporting.metrics import MEASUREMENTS
 

@@ -12,7 +12,7 @@ from battery_parts.options import Options
 def run(options: Options) -> Iterator[dict[str, Any]]:
     """Trains, and translates the test corpus."""
     from flaxformer_mt import experiment, runtime
-    from flaxformer_mt.runs.layout import METRICS
+    from flaxformer_mt.run_layout import METRICS
     from flaxformer_mt.runs.metrics_file import read_metrics
 
     runtime.configure()

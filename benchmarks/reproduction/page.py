@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from flaxformer_mt import atomic
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.runs import atomic
 from flaxformer_mt.runs.metrics_file import read_metrics
 from reproduction import families, first_steps, tatoeba
 from reproduction.recipe import Group, Recipe, run_name

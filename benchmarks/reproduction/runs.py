@@ -15,17 +15,18 @@ import jax
 import numpy as np
 from sacrebleu.metrics import BLEU, CHRF
 
+from flaxformer_mt import atomic
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.config.experiment import with_changes
 from flaxformer_mt.data.corpora.text_files import read_lines
 from flaxformer_mt.decoding.translator import Translator
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.plotting.history import read_history
+from flaxformer_mt.run_layout import CONFIG
 from flaxformer_mt.run_reader import MetricRows, Run
-from flaxformer_mt.runs import atomic, data_file
+from flaxformer_mt.runs import data_file
 from flaxformer_mt.runs.averaging import average_run
 from flaxformer_mt.runs.folder import read_fingerprints
-from flaxformer_mt.runs.layout import CONFIG
 from flaxformer_mt.trained_model import TrainedModel, load_run
 from reproduction import provenance
 from reproduction.recipe import Member, Recipe, members, run_name

@@ -8,9 +8,9 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from flaxformer_mt import atomic
 from flaxformer_mt.data.corpora.text_files import read_lines
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.runs import atomic
 from reproduction.recipe import Text
 
 SPLITS = ("train", "valid", "test")

@@ -21,10 +21,10 @@ from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.data.stream.batches import Array, Batch, DataPosition, whole_batches
 from flaxformer_mt.interop.formats import huggingface
 from flaxformer_mt.interop.formats.bundle import ModelBundle
+from flaxformer_mt.run_layout import METRICS
 from flaxformer_mt.run_reader import Run
 from flaxformer_mt.runs import step_folders
 from flaxformer_mt.runs.checkpoint import write_params
-from flaxformer_mt.runs.layout import METRICS
 from flaxformer_mt.training.reporting.metrics import JsonLinesWriter
 from flaxformer_mt.training.reporting.progress import Interval
 

@@ -77,8 +77,8 @@ def average(
         --train.keep-best.
       output_folder: Run folder to create. Default: `averaged` in the run folder.
     """
+    from flaxformer_mt.run_layout import AVERAGED
     from flaxformer_mt.runs.averaging import average_run
-    from flaxformer_mt.runs.layout import AVERAGED
 
     if (last is None) == (best is None):
         raise UserError("give --last or --best, the number of checkpoints to average")

@@ -6,11 +6,11 @@ from typing import Annotated
 
 import tyro
 
+from flaxformer_mt import atomic
 from flaxformer_mt.cli import output
 from flaxformer_mt.config.fields import suggestion
 from flaxformer_mt.config.files import included
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.runs import atomic
 
 
 def configs(copy: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME [FILE]")] = ()) -> None:

@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from flaxformer_mt import atomic
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.presets import check_fields
 from flaxformer_mt.remote.reading import local
-from flaxformer_mt.runs import atomic
 
 if typing.TYPE_CHECKING:
     from flaxformer_mt.trained_model import TrainedModel

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from flaxformer_mt import atomic
 from flaxformer_mt.errors import shown
-from flaxformer_mt.runs import atomic
 
 _Group = TypeVar("_Group")
 

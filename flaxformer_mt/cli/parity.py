@@ -7,12 +7,12 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from flaxformer_mt import atomic
 from flaxformer_mt.cli import output
 from flaxformer_mt.cli.options import model_fields, reject_options, require_writable
 from flaxformer_mt.config.fields import MAX_INTEGER, Bounds
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.presets import FAMILIES, FAMILY_ALIASES, canonical_family
-from flaxformer_mt.runs import atomic
 
 ALL = "all"
 FAMILY_CHOICES = (*FAMILIES, *FAMILY_ALIASES, ALL)

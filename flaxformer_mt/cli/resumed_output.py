@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from flaxformer_mt import atomic
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.input_files import read_json
-from flaxformer_mt.runs import atomic
 
 _SECONDS_UNTIL_FLUSH = 1.0
 _COMPLETE = "complete"

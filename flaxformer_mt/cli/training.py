@@ -23,7 +23,7 @@ from flaxformer_mt.interruption import Interruption
 from flaxformer_mt.memory_limits import require_address_space
 from flaxformer_mt.remote.publishing import is_published
 from flaxformer_mt.remote.reading import local
-from flaxformer_mt.runs.layout import CONFIG
+from flaxformer_mt.run_layout import CONFIG
 from flaxformer_mt.urls import require_local
 
 _Flags = TypeVar("_Flags")
@@ -191,10 +191,9 @@ def train(flags: Flags, interruption: Interruption | None = None) -> None:
 
 
 def _find_learning_rate(config: ExperimentConfig, workdir: Path) -> None:
-    from flaxformer_mt import experiment
+    from flaxformer_mt import atomic, experiment
     from flaxformer_mt.plotting import drawing
     from flaxformer_mt.plotting.curves import save_rate_range
-    from flaxformer_mt.runs import atomic
 
     picture = workdir.with_name(f"{workdir.name}-learning-rate.png")
     drawing.new_figure(1, 1)  # Raises now what saving would raise.

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias, Unpack
 import numpy as np
 from jax.sharding import Mesh
 
+from flaxformer_mt import atomic
 from flaxformer_mt.config import (
     CONTINUATIONS,
     DataConfig,
@@ -40,7 +41,6 @@ from flaxformer_mt.data.stream.token_store import open_stores
 from flaxformer_mt.data.stream.training_stream import TrainingStream
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError, UserTypeError
-from flaxformer_mt.runs import atomic
 from flaxformer_mt.runs.identity import name_of
 
 _log = logging.getLogger(__name__)

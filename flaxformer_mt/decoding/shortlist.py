@@ -16,12 +16,12 @@ from typing import Self
 
 import numpy as np
 
+from flaxformer_mt import atomic
 from flaxformer_mt.config.fields import MAX_INTEGER
 from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers
 from flaxformer_mt.errors import UserError, prefixed
 from flaxformer_mt.input_files import MAX_MODEL_BYTES, decompressed, read_bytes
-from flaxformer_mt.runs import atomic
 
 _MAGIC = struct.pack("<Q", 0xF11A48D5013417F5)
 _HEADER = struct.Struct("<6Q")  # Magic, checksum, first, best, number of offsets, of tokens.

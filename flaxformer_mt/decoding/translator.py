@@ -25,7 +25,7 @@ from flaxformer_mt.decoding.text_arguments import (
     require_texts,
 )
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.runs.layout import CheckpointSelector
+from flaxformer_mt.run_layout import CheckpointSelector
 from flaxformer_mt.trained_model import TrainedModel, load_run
 
 _WINDOW_CHARACTERS = 128

@@ -35,9 +35,9 @@ from flaxformer_mt.experiment.start import record, recorded
 from flaxformer_mt.experiment.test import Tested
 from flaxformer_mt.interruption import Interruption, handle_signals
 from flaxformer_mt.remote.publishing import continue_from, publishing
+from flaxformer_mt.run_layout import METRICS
 from flaxformer_mt.run_reader import Run
 from flaxformer_mt.runs.folder import require_shared
-from flaxformer_mt.runs.layout import METRICS
 from flaxformer_mt.standard_output import BestEffortOutput
 from flaxformer_mt.training.hooks import Hooks
 from flaxformer_mt.training.objective import UserObjective

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
+from flaxformer_mt import atomic
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.data.stream.batches import DataPosition
 from flaxformer_mt.errors import UserError
@@ -21,7 +22,6 @@ from flaxformer_mt.experiment import checks
 from flaxformer_mt.experiment.fit import Experiment
 from flaxformer_mt.experiment.report import report
 from flaxformer_mt.experiment.start import begin, recorded
-from flaxformer_mt.runs import atomic
 from flaxformer_mt.training.optimizer import make_schedule
 from flaxformer_mt.training.reporting.console import make_console, print_labelled
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from flaxformer_mt import atomic
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.data.stream.pair_fields import TEXT
 from flaxformer_mt.errors import UserError, prefixed
@@ -12,7 +13,6 @@ from flaxformer_mt.experiment import checks
 from flaxformer_mt.experiment.fit import Experiment
 from flaxformer_mt.experiment.start import begin, recorded
 from flaxformer_mt.interop.exports import exports, summary
-from flaxformer_mt.runs import atomic
 from flaxformer_mt.training.devices import RULES_OPTION
 from flaxformer_mt.training.memory import abstract_batch, step_cost
 from flaxformer_mt.training.parameters import describe

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from flaxformer_mt import distributed
+from flaxformer_mt import atomic, distributed
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.config.relations import EFFECTS
 from flaxformer_mt.data.dataset import Dataset
@@ -16,11 +16,10 @@ from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers, read_tokenizers
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.experiment import checks
 from flaxformer_mt.model.functional import with_layer_options
-from flaxformer_mt.runs import atomic
+from flaxformer_mt.run_layout import CACHE, CONFIG, CONTENT
 from flaxformer_mt.runs import folder as run_folder
 from flaxformer_mt.runs.data_file import HOLD_OUT, TOKENIZER
 from flaxformer_mt.runs.identity import name_of
-from flaxformer_mt.runs.layout import CACHE, CONFIG, CONTENT
 from flaxformer_mt.training.objective import CROSS_ENTROPY, UserObjective
 from flaxformer_mt.training.optimizer import UserOptimizer, with_optimizer
 from flaxformer_mt.training.warm_start import WarmStart

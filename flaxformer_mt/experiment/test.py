@@ -25,8 +25,8 @@ from flaxformer_mt.evaluation import evaluate
 from flaxformer_mt.evaluation.teacher_forced import seq2seq_acc, teacher_forced_bleu
 from flaxformer_mt.memory_limits import explained_exhaustion
 from flaxformer_mt.model.transformer import Transformer
+from flaxformer_mt.run_layout import METRICS
 from flaxformer_mt.runs.checkpoint import restore_params
-from flaxformer_mt.runs.layout import METRICS
 from flaxformer_mt.training.devices import RunDevices, place
 from flaxformer_mt.training.reporting.console import Sample, print_labelled, some_of
 from flaxformer_mt.training.reporting.metrics import JsonLinesWriter, validate

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
-from flaxformer_mt import interop
+from flaxformer_mt import atomic, interop
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError, first_line, prefixed
 from flaxformer_mt.input_files import Count, Finite, read_json
@@ -30,7 +30,7 @@ from flaxformer_mt.interop.formats.bundle import Notes, read_bundle
 from flaxformer_mt.interop.weight_maps.adam_state import TrainingState
 from flaxformer_mt.interop.weight_maps.mapping import by_path, model_params
 from flaxformer_mt.model.transformer import Transformer
-from flaxformer_mt.runs import atomic, manifest
+from flaxformer_mt.runs import manifest
 
 FILE = "parity.json"
 TOLERANCE = 1e-3

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import safetensors.numpy
 
+from flaxformer_mt import atomic
 from flaxformer_mt.errors import UserError, first_line, prefixed
 from flaxformer_mt.interop import torch_files
-from flaxformer_mt.runs import atomic
 from flaxformer_mt.runs.parameter_file import first_bytes, read_safetensors
 
 Tensors = Mapping[str, np.ndarray]

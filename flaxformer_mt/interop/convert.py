@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from flaxformer_mt import interop
+from flaxformer_mt import atomic, interop
 from flaxformer_mt.errors import UserError, prefixed
 from flaxformer_mt.interop import FAMILIES, certificate
 from flaxformer_mt.interop.adaptation import adapt
@@ -24,7 +24,6 @@ from flaxformer_mt.interop.vocabulary.changes import with_vocabulary
 from flaxformer_mt.interop.vocabulary.tokens import extended, trimmed
 from flaxformer_mt.interop.weight_maps.adam_state import TrainingState
 from flaxformer_mt.presets import canonical_family
-from flaxformer_mt.runs import atomic
 
 FILE_SUFFIXES = (".safetensors", *TORCH_SUFFIXES)
 """Suffixes of outputs that are checkpoint files, not folders."""

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import numpy as np
 
+from flaxformer_mt import atomic
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.config.fields import suggestion
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.plotting import drawing
 from flaxformer_mt.plotting.history import Axis, History, Row, read_history, smoothed
-from flaxformer_mt.runs import atomic
 from flaxformer_mt.runs.changes import SPLIT
 from flaxformer_mt.runs.folder import read_config
 

@@ -11,8 +11,8 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flaxformer_mt import atomic
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.runs import atomic
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -9,9 +9,9 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.run_layout import METRICS
 from flaxformer_mt.runs import step_folders
 from flaxformer_mt.runs.folder import read_config, require_run
-from flaxformer_mt.runs.layout import METRICS
 from flaxformer_mt.runs.metrics_file import read_metrics
 
 Axis: TypeAlias = Literal["steps", "tokens", "hours"]

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from flaxformer_mt import run_layout
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.remote.stores import Content, Store, StoreError, require_name
-from flaxformer_mt.runs import layout
 
 _NAME = re.compile(r"flaxformer_mt-index-(\d{9,})\.json")
 _KEY = re.compile(r"[0-9a-f]{32}/.+", re.DOTALL)
@@ -95,11 +95,11 @@ def read(store: Store, number: int) -> Index | None:
 def step_of(name: str) -> int | None:
     """Returns the step of the checkpoint that a file of a run belongs to; None if to none."""
     parts = name.split("/")
-    is_file = len(parts) > 2 and parts[0] == layout.CHECKPOINTS
+    is_file = len(parts) > 2 and parts[0] == run_layout.CHECKPOINTS
     return int(parts[1]) if is_file and parts[1].isdecimal() else None
 
 
 def complete_steps(names: Iterable[str]) -> set[int]:
     """Returns the steps of the checkpoints that have a manifest among the names of files."""
-    steps = (step_of(name) for name in names if name.endswith(f"/{layout.MANIFEST}"))
+    steps = (step_of(name) for name in names if name.endswith(f"/{run_layout.MANIFEST}"))
     return {step for step in steps if step is not None}

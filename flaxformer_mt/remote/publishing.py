@@ -24,11 +24,11 @@ from pathlib import Path
 
 import msgspec
 
+from flaxformer_mt import atomic, run_layout
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.remote import reading
 from flaxformer_mt.remote.index import Entry, Index, complete_steps, newest, numbers, read, step_of
 from flaxformer_mt.remote.stores import Content, Store, StoreError, require_name
-from flaxformer_mt.runs import atomic, layout
 from flaxformer_mt.standard_output import progress_bar
 
 _SECONDS, _MAX_SECONDS = 5.0, 300.0
@@ -92,7 +92,7 @@ class Publisher:
             return False
         index = self.claim()
         if self._run() is None:
-            atomic.write_text(self._folder / layout.PUBLICATION, json.dumps({"run": index.run}))
+            atomic.write_text(self._folder / run_layout.PUBLICATION, json.dumps({"run": index.run}))
             local = _contents(self._folder)
         for name, entry in index.files.items():
             self._written.setdefault((name, entry.content), entry.key)
@@ -109,7 +109,7 @@ class Publisher:
             for name, key in sorted(keys.items())
             if key and step_of(name) not in partial
         }
-        if layout.CONFIG not in files or not complete_steps(files):
+        if run_layout.CONFIG not in files or not complete_steps(files):
             return False  # They were removed in the meantime.
         if files != index.files:
             index = self._replace(index, files)
@@ -136,7 +136,7 @@ class Publisher:
 
     def _run(self) -> str | None:
         """Returns what identifies the run of the folder; None if it was never published."""
-        path = self._folder / layout.PUBLICATION
+        path = self._folder / run_layout.PUBLICATION
         try:
             return str(json.loads(path.read_bytes())["run"])
         except FileNotFoundError:
@@ -269,7 +269,7 @@ def continue_from(url: str, folder: Path) -> None:
     Raises:
       UserError: the folder holds something else, or the store cannot be used.
     """
-    if (folder / layout.CONFIG).exists() or not is_published(url):
+    if (folder / run_layout.CONFIG).exists() or not is_published(url):
         return
     atomic.make_folder(folder)
     with atomic.workspace(folder) as workspace:
@@ -281,7 +281,7 @@ def continue_from(url: str, folder: Path) -> None:
         copy, run = reading.local(url, as_it_is_now=True), workspace / "run"
         shutil.copytree(copy, run)
         atomic.sync_tree(run)
-        for path in sorted(run.iterdir(), key=lambda path: path.name == layout.CONFIG):
+        for path in sorted(run.iterdir(), key=lambda path: path.name == run_layout.CONFIG):
             atomic.rename(path, folder / path.name)
 
 
@@ -291,18 +291,18 @@ def _contents(folder: Path) -> dict[str, Content]:
     Later lines of `metrics.jsonl` than those of the newest checkpoint do no harm.
     """
     contents: dict[str, Content] = {}
-    for path in (folder / layout.CHECKPOINTS).glob("[0-9]*"):
-        prefix = f"{layout.CHECKPOINTS}/{path.name}"
+    for path in (folder / run_layout.CHECKPOINTS).glob("[0-9]*"):
+        prefix = f"{run_layout.CHECKPOINTS}/{path.name}"
         if not path.name.isdecimal():
             continue
         with contextlib.suppress(FileNotFoundError, ValueError, LookupError, TypeError):
-            manifest = (path / layout.MANIFEST).read_bytes()
+            manifest = (path / run_layout.MANIFEST).read_bytes()
             own = {
                 require_name(f"{prefix}/{name}", prefix): Content(each["bytes"], each["sha256"])
                 for name, each in json.loads(manifest)["files"].items()
             }
-            contents |= own | {f"{prefix}/{layout.MANIFEST}": _content_of(manifest)}
-    for name in layout.CONTENT - {layout.CACHE, layout.LOCK, layout.CHECKPOINTS}:
+            contents |= own | {f"{prefix}/{run_layout.MANIFEST}": _content_of(manifest)}
+    for name in run_layout.CONTENT - {run_layout.CACHE, run_layout.LOCK, run_layout.CHECKPOINTS}:
         path = folder / name
         for file in [path] if path.is_file() else path.rglob("*"):
             with contextlib.suppress(FileNotFoundError, IsADirectoryError):

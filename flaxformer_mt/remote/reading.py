@@ -12,11 +12,10 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from flaxformer_mt import runtime
+from flaxformer_mt import atomic, run_layout, runtime
 from flaxformer_mt.errors import UserError, show_as
 from flaxformer_mt.remote.index import complete_steps, newest, step_of
 from flaxformer_mt.remote.stores import Object, Store
-from flaxformer_mt.runs import atomic, layout
 from flaxformer_mt.standard_output import progress_bar
 from flaxformer_mt.urls import url_of
 
@@ -98,8 +97,8 @@ def _objects(store: Store) -> dict[str, Object]:
     return {
         name: each
         for name, each in found.items()
-        if layout.CONFIG not in found
-        or (step_of(name) in steps and not name.startswith(f"{layout.CACHE}/"))
+        if run_layout.CONFIG not in found
+        or (step_of(name) in steps and not name.startswith(f"{run_layout.CACHE}/"))
     }
 
 

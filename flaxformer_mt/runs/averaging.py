@@ -12,12 +12,13 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from flaxformer_mt import atomic
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.runs import atomic, step_folders
+from flaxformer_mt.run_layout import CONFIG, DATA, ORIGIN, TOKENIZER
+from flaxformer_mt.runs import step_folders
 from flaxformer_mt.runs.checkpoint import restore_params, whole_checkpoints, write_params
 from flaxformer_mt.runs.data_file import check_files
 from flaxformer_mt.runs.folder import read_config
-from flaxformer_mt.runs.layout import CONFIG, DATA, ORIGIN, TOKENIZER
 from flaxformer_mt.runs.step_folders import validated_steps
 
 

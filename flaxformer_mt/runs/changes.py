@@ -14,7 +14,7 @@ from flaxformer_mt import config as configuration
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.config.serialization import HISTORY
 from flaxformer_mt.input_files import Count, read_json
-from flaxformer_mt.runs.layout import CONFIG, METRICS
+from flaxformer_mt.run_layout import CONFIG, METRICS
 from flaxformer_mt.runs.metrics_file import read_lines
 
 SPLIT = "change"

@@ -5,7 +5,7 @@
 the position in the data or the state of the training loop; and `manifest.json`, against which the
 other files are verified.
 
-A checkpoint is written in a workspace (`runs/atomic.py`), and gets its name once everything is on
+A checkpoint is written in a workspace (`atomic.py`), and gets its name once everything is on
 disk, the manifest last. Only then are older checkpoints removed, unless another process is reading
 them; they are moved to a workspace first. So a process may be killed at any moment: a folder whose
 name is a number was complete once, and there is always one.
@@ -28,20 +28,12 @@ from jax.experimental import multihost_utils
 from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint.args import Composite, StandardRestore, StandardSave
 
-from flaxformer_mt import distributed
+from flaxformer_mt import atomic, distributed
 from flaxformer_mt.config import ValidationMetric
 from flaxformer_mt.errors import UserError, prefixed
 from flaxformer_mt.memory_limits import fits_on_a_device
-from flaxformer_mt.runs import (
-    atomic,
-    buffers,
-    data_file,
-    identity,
-    orbax_errors,
-    state_items,
-    step_folders,
-)
-from flaxformer_mt.runs.layout import EMA, PARAMS, PROGRESS, TRAINING, CheckpointSelector
+from flaxformer_mt.run_layout import EMA, PARAMS, PROGRESS, TRAINING, CheckpointSelector
+from flaxformer_mt.runs import buffers, data_file, identity, orbax_errors, state_items, step_folders
 from flaxformer_mt.runs.manifest import damage
 from flaxformer_mt.runs.state_items import Shapes
 from flaxformer_mt.runs.step_folders import kept_steps

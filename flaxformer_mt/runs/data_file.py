@@ -20,11 +20,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Required, TypedDict
 
+from flaxformer_mt import atomic, run_layout
 from flaxformer_mt.config.fields import shown
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.input_files import Count, checked, read_json
-from flaxformer_mt.runs import atomic, layout
-from flaxformer_mt.runs.layout import DATA
+from flaxformer_mt.run_layout import DATA
 from flaxformer_mt.runs.manifest import Entry, difference
 
 CORPORA = ("train", "valid", "test")
@@ -107,7 +107,10 @@ def check_vocabulary(paths: str) -> None:
     """Checks the files of vocabularies of runs: folders, or files in `tokenizer`, after commas."""
     for path in map(Path, paths.split(",")):
         for folder in (path, path.parent, path.parent.parent):
-            if Path(folder, layout.TOKENIZER).is_dir() and Path(folder, layout.CONFIG).is_file():
+            if (
+                Path(folder, run_layout.TOKENIZER).is_dir()
+                and Path(folder, run_layout.CONFIG).is_file()
+            ):
                 check_files(folder)
 
 

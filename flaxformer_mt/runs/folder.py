@@ -14,13 +14,13 @@ from typing import Any, NoReturn, TypeAlias
 
 import jax
 
+from flaxformer_mt import atomic, input_files, run_layout
 from flaxformer_mt import config as configuration
-from flaxformer_mt import input_files
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.config.experiment import groups, with_changes
 from flaxformer_mt.config.fields import FieldRole, names_with
 from flaxformer_mt.errors import UserError, prefixed
-from flaxformer_mt.runs import atomic, changes, data_file, layout, manifest, step_folders
+from flaxformer_mt.runs import changes, data_file, manifest, step_folders
 from flaxformer_mt.urls import require_local
 
 Texts: TypeAlias = Mapping[str, Sequence[tuple[str, str]]]
@@ -51,8 +51,8 @@ def locked(run_folder: str | Path, announce: Callable[[str], None] = print) -> I
             raise UserError(
                 f"{run_folder} cannot be written to: {error.strerror}; give another --workdir"
             ) from error
-        with atomic.explained(run_folder / layout.LOCK):
-            is_supported = stack.enter_context(atomic.locked(run_folder / layout.LOCK, refuse))
+        with atomic.explained(run_folder / run_layout.LOCK):
+            is_supported = stack.enter_context(atomic.locked(run_folder / run_layout.LOCK, refuse))
         if not is_supported:
             announce(
                 f"{run_folder} is on a file system without locks: make sure that only one process "
@@ -66,13 +66,13 @@ def require_run(folder: str | Path) -> None:
     if not Path(folder).is_dir():
         require_local(folder)
         raise UserError(f"there is no run folder {folder}")
-    if not Path(folder, layout.CONFIG).is_file():
-        raise UserError(f"{folder} is not a run folder: it has no {layout.CONFIG}")
+    if not Path(folder, run_layout.CONFIG).is_file():
+        raise UserError(f"{folder} is not a run folder: it has no {run_layout.CONFIG}")
 
 
 def has_trained(workdir: Path) -> bool:
     """Returns whether a folder has a checkpoint, or metrics."""
-    metrics = workdir / layout.METRICS
+    metrics = workdir / run_layout.METRICS
     return step_folders.has_any(workdir) or (metrics.exists() and metrics.stat().st_size > 0)
 
 
@@ -87,11 +87,11 @@ def require_only_written(folder: Path) -> None:
         raise UserError(f"{folder} is a link, not a run folder: remove it")
     read_config(folder)
     data_file.check_files(folder)
-    known = {layout.CONFIG, layout.DATA, *data_file.read(folder).get(data_file.FILES, {})}
+    known = {run_layout.CONFIG, run_layout.DATA, *data_file.read(folder).get(data_file.FILES, {})}
     steps = step_folders.steps_in(step_folders.folder_of(folder))
     for step in steps[:1]:
-        checkpoint = f"{layout.CHECKPOINTS}/{step}"
-        listed = [layout.MANIFEST, *manifest.listed(folder / checkpoint)]
+        checkpoint = f"{run_layout.CHECKPOINTS}/{step}"
+        listed = [run_layout.MANIFEST, *manifest.listed(folder / checkpoint)]
         known |= {f"{checkpoint}/{name}" for name in listed}
     known |= {str(parent) for name in known for parent in Path(name).parents}
     for path in sorted(folder.rglob("*")):
@@ -106,9 +106,9 @@ def is_content_of_run(path: Path) -> bool:
     path = path.resolve()
     # A config.json alone may be that of a published model.
     return any(
-        path.relative_to(folder).parts[0] in layout.CONTENT
-        and (folder / layout.CONFIG).is_file()
-        and (folder / layout.CHECKPOINTS).is_dir()
+        path.relative_to(folder).parts[0] in run_layout.CONTENT
+        and (folder / run_layout.CONFIG).is_file()
+        and (folder / run_layout.CHECKPOINTS).is_dir()
         for folder in path.parents
     )
 
@@ -119,7 +119,7 @@ def read_config(folder: str | Path) -> ExperimentConfig:
     Options with which a run may be continued may have been edited by hand.
     """
     require_run(folder)
-    path = Path(folder, layout.CONFIG)
+    path = Path(folder, run_layout.CONFIG)
     text = input_files.read_text(path)
     with prefixed(f"{path}: "):
         config = configuration.from_json(text)
@@ -133,7 +133,7 @@ def read_config(folder: str | Path) -> ExperimentConfig:
         if changed:
             raise UserError(
                 f"{path} is damaged or was changed ({'; '.join(changed)}): restore these values, "
-                f"or the run's own {layout.DATA}"
+                f"or the run's own {run_layout.DATA}"
             )
     return config
 
@@ -145,7 +145,7 @@ def read_origin(folder: str | Path) -> dict[str, bytes]:
     return {
         path.name: input_files.read_bytes(path, input_files.MAX_MODEL_BYTES)
         for path in paths
-        if path.parent.name == layout.ORIGIN
+        if path.parent.name == run_layout.ORIGIN
     }
 
 
@@ -162,7 +162,7 @@ def read_fingerprints(folder: str | Path) -> dict[str, Any] | None:
 def _with_corpora(folder: str | Path, values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the content of `data.json` with the corpora that a run was changed to."""
     result = dict(values)
-    for entry in changes.read(folder) if Path(folder, layout.CONFIG).exists() else ():
+    for entry in changes.read(folder) if Path(folder, run_layout.CONFIG).exists() else ():
         result |= entry["corpora"]
     return result
 
@@ -173,10 +173,10 @@ def has_run(workdir: Path) -> bool:
     Raises:
       UserError: parts of a run are missing.
     """
-    if not (workdir / layout.CONFIG).exists():
+    if not (workdir / run_layout.CONFIG).exists():
         _require_no_remains(workdir)
         return False
-    for name in (layout.DATA, layout.TOKENIZER):
+    for name in (run_layout.DATA, run_layout.TOKENIZER):
         if not (workdir / name).exists():
             raise UserError(
                 f"{workdir} holds a run whose {name} is missing: restore it, give another "
@@ -184,13 +184,13 @@ def has_run(workdir: Path) -> bool:
             )
     if data_file.is_trained(workdir) and not step_folders.has_any(workdir):
         raise UserError(
-            f"{workdir / layout.CHECKPOINTS} holds no checkpoint, but the run has written some: "
-            "restore them, or give another --workdir to begin anew"
+            f"{workdir / run_layout.CHECKPOINTS} holds no checkpoint, but the run has written "
+            "some: restore them, or give another --workdir to begin anew"
         )
     return True
 
 
-_OWN_FOLDERS = (layout.TOKENIZER, layout.ORIGIN)
+_OWN_FOLDERS = (run_layout.TOKENIZER, run_layout.ORIGIN)
 """Those whose files `data.json` lists."""
 
 
@@ -199,18 +199,18 @@ def _require_no_remains(workdir: Path) -> None:
 
     A start that was killed leaves `data.json`, or that and a vocabulary; a new one replaces them.
     """
-    has_data = (workdir / layout.DATA).exists()
+    has_data = (workdir / run_layout.DATA).exists()
     remains = {
-        layout.DATA: data_file.is_trained(workdir),
+        run_layout.DATA: data_file.is_trained(workdir),
         **{name: (workdir / name).exists() and not has_data for name in _OWN_FOLDERS},
-        layout.METRICS: (workdir / layout.METRICS).exists(),
-        layout.CHECKPOINTS: step_folders.has_any(workdir),
+        run_layout.METRICS: (workdir / run_layout.METRICS).exists(),
+        run_layout.CHECKPOINTS: step_folders.has_any(workdir),
     }
     if any(remains.values()):
         parts = " and ".join(name for name, is_there in remains.items() if is_there)
         raise UserError(
-            f"{workdir} holds {parts} of a run whose {layout.CONFIG} is missing: restore it, or "
-            "give another --workdir to begin anew"
+            f"{workdir} holds {parts} of a run whose {run_layout.CONFIG} is missing: restore it, "
+            "or give another --workdir to begin anew"
         )
 
 
@@ -250,8 +250,8 @@ def write_run(
         has none of corpora.
       origin: files of the published model that it was converted from, by name.
     """
-    files = {f"{layout.TOKENIZER}/{name}": content for name, content in vocabulary.items()}
-    files |= {f"{layout.ORIGIN}/{name}": content for name, content in origin.items()}
+    files = {f"{run_layout.TOKENIZER}/{name}": content for name, content in vocabulary.items()}
+    files |= {f"{run_layout.ORIGIN}/{name}": content for name, content in origin.items()}
     atomic.make_folder(workdir)
     for name in _OWN_FOLDERS:
         if (workdir / name).is_symlink():
@@ -273,7 +273,7 @@ def write_run(
     for name, content in files.items():
         atomic.make_folder((workdir / name).parent)
         atomic.write_bytes(workdir / name, content)
-    atomic.write_text(workdir / layout.CONFIG, configuration.to_json(experiment))
+    atomic.write_text(workdir / run_layout.CONFIG, configuration.to_json(experiment))
 
 
 def with_stored_start(workdir: Path, experiment: ExperimentConfig) -> ExperimentConfig:
@@ -319,7 +319,7 @@ def update_config(
     added = [entry] if entry["options"] or entry["corpora"] else []
     if experiment != stored or added:
         text = configuration.to_json(experiment, [*history, *added])
-        atomic.write_text(workdir / layout.CONFIG, text)
+        atomic.write_text(workdir / run_layout.CONFIG, text)
 
 
 _SHARED_SECONDS = 60
@@ -329,7 +329,7 @@ _SHARED_SECONDS = 60
 def require_shared(workdir: Path) -> None:
     """Checks that a process other than the first sees the run folder that the first has written."""
     end = time.monotonic() + _SHARED_SECONDS
-    while not (workdir / layout.CONFIG).exists():
+    while not (workdir / run_layout.CONFIG).exists():
         if time.monotonic() > end:
             raise UserError(
                 f"--workdir={workdir}: process {jax.process_index()} does not see what process 0 "

@@ -16,10 +16,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from flaxformer_mt import input_files
+from flaxformer_mt import atomic, input_files
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.runs import atomic
-from flaxformer_mt.runs.layout import MANIFEST
+from flaxformer_mt.run_layout import MANIFEST
 
 _ORIGIN = "origin.json"
 _Content = TypeVar("_Content")

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypedDict
 
 from flaxformer_mt.errors import UserError, prefixed
 from flaxformer_mt.input_files import Count, open_regular, parse_json
-from flaxformer_mt.runs.layout import METRICS
+from flaxformer_mt.run_layout import METRICS
 
 _CHECKSUM = "crc32"
 _BEFORE_CHECKSUM = f', "{_CHECKSUM}": '.encode()

@@ -11,9 +11,10 @@ from typing import Any
 
 import jax
 
+from flaxformer_mt import atomic
 from flaxformer_mt.errors import UserError, first_line
 from flaxformer_mt.input_files import max_content
-from flaxformer_mt.runs import atomic, state_items, step_folders
+from flaxformer_mt.runs import state_items, step_folders
 from flaxformer_mt.runs.state_items import Shapes
 
 

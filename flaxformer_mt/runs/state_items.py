@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.run_layout import EMA, PARAMS, TRAINING
 from flaxformer_mt.runs import identity
-from flaxformer_mt.runs.layout import EMA, PARAMS, TRAINING
 
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 """Shapes of arrays by path."""

@@ -16,12 +16,12 @@ from typing import Any, TypedDict
 
 import jax
 
+from flaxformer_mt import atomic, run_layout
 from flaxformer_mt.config import ValidationMetric
 from flaxformer_mt.distributed import BARRIER_SECONDS
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.input_files import Finite, read_json
-from flaxformer_mt.runs import atomic, layout
-from flaxformer_mt.runs.layout import CheckpointSelector
+from flaxformer_mt.run_layout import CheckpointSelector
 from flaxformer_mt.runs.manifest import damage, entries, write_manifest
 
 _OWN_FILES = "**/ocdbt.process_{}/**/*"
@@ -32,7 +32,7 @@ _DAMAGED = ".damaged"
 
 def folder_of(run_folder: str | Path) -> Path:
     """Returns the folder of a run's checkpoints."""
-    return Path(run_folder).absolute() / layout.CHECKPOINTS
+    return Path(run_folder).absolute() / run_layout.CHECKPOINTS
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -125,12 +125,12 @@ def choose(folder: Path, checkpoint: CheckpointSelector) -> int:
                 f"{', '.join(map(str, steps))}"
             )
         return checkpoint
-    scores, damaged = verified(folder, names=[layout.PROGRESS])
+    scores, damaged = verified(folder, names=[run_layout.PROGRESS])
     for step in damaged:
         path = folder / str(step)
         raise UserError(
-            f"{path / layout.PROGRESS} is missing or damaged, so the best checkpoint is unknown; "
-            f"{advice(path)}"
+            f"{path / run_layout.PROGRESS} is missing or damaged, so the best checkpoint is "
+            f"unknown; {advice(path)}"
         )
     best = best_step(scores)
     return steps[-1] if best is None else best
@@ -175,7 +175,7 @@ def verified(
 def check_run(record: Mapping[str, Any], path: Path, run_id: str | None) -> None:
     """Raises `UserError` unless a checkpoint is of the run in whose folder it is."""
     if record["run"] != run_id:
-        data = path.parent.parent / layout.DATA
+        data = path.parent.parent / run_layout.DATA
         if run_id is None:
             raise UserError(f"{data} of the run that wrote {path} is missing: restore it")
         raise UserError(
@@ -219,11 +219,11 @@ def commit(folder: Path, partial: Path, record: Mapping[str, Any], processes: in
     where it was written. It replaces a checkpoint of the same step, which is deleted with the
     workspace.
     """
-    (partial / layout.PROGRESS).write_text(json.dumps(record) + "\n", encoding="utf-8")
+    (partial / run_layout.PROGRESS).write_text(json.dumps(record) + "\n", encoding="utf-8")
     write_manifest(partial, _left_hashes(partial, processes))
     path = folder / partial.name
     # Nothing else that has the name is replaced.
-    give_name = atomic.put if (path / layout.PROGRESS).exists() else atomic.rename
+    give_name = atomic.put if (path / run_layout.PROGRESS).exists() else atomic.rename
     give_name(partial, path)
 
 
@@ -264,7 +264,7 @@ class _Record(TypedDict):
 
 def read_record(path: Path) -> dict[str, Any]:
     """Returns the content of `progress.json` of an intact checkpoint."""
-    return read_json(path / layout.PROGRESS, _Record)
+    return read_json(path / run_layout.PROGRESS, _Record)
 
 
 def ranking_score(metric: str, metrics: Mapping[str, Any]) -> float:

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.run_layout import CheckpointSelector
 from flaxformer_mt.run_reader import Run
-from flaxformer_mt.runs.layout import CheckpointSelector
 
 BATCH_CHARACTERS = 20_000
 """Requests are taken from the queue up to this size together: none waits for many others."""

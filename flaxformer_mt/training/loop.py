@@ -16,8 +16,8 @@ from flaxformer_mt.data.stream.training_stream import Prefetched
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interruption import Interrupted
 from flaxformer_mt.objectives.cross_entropy import Metrics
+from flaxformer_mt.run_layout import PROFILE
 from flaxformer_mt.runs.checkpoint import Checkpoints
-from flaxformer_mt.runs.layout import PROFILE
 from flaxformer_mt.runs.step_folders import ranking_score
 from flaxformer_mt.training.devices import CompiledStep
 from flaxformer_mt.training.hooks import StepInfo

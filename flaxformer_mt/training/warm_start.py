@@ -20,10 +20,10 @@ from flaxformer_mt.errors import UserError, prefixed
 from flaxformer_mt.input_files import open_regular
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.remote.reading import local
+from flaxformer_mt.run_layout import TRAINING
 from flaxformer_mt.runs import parameter_file
 from flaxformer_mt.runs.checkpoint import restore_params
 from flaxformer_mt.runs.folder import read_config, require_run
-from flaxformer_mt.runs.layout import TRAINING
 from flaxformer_mt.trained_model import load_run
 from flaxformer_mt.training.devices import Rules, place
 from flaxformer_mt.training.parameters import Params

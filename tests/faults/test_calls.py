@@ -16,12 +16,12 @@ import pytest
 from commands import COMMANDS, OUTPUT, arguments, result
 from fuzz.core import listing
 
-from flaxformer_mt.runs import atomic
+from flaxformer_mt import atomic
 
 WRITE = """
 import sys
 from pathlib import Path
-from flaxformer_mt.runs import atomic
+from flaxformer_mt import atomic
 from flaxformer_mt.errors import UserError
 
 path = Path(sys.argv[1])

@@ -102,7 +102,7 @@ def test_of_two_publishers_the_first_stops(run, store_url, tmp_path, monkeypatch
     shutil.rmtree(run / "checkpoints" / "2")
     with pytest.raises(UserError, match="step 2 of this run, which is newer"):
         publish(run, store_url)
-    (run / publishing.layout.PUBLICATION).unlink()
+    (run / publishing.run_layout.PUBLICATION).unlink()
     with pytest.raises(UserError, match="has another run"):
         publish(run, store_url)
     assert published(store_url) == contents(other)

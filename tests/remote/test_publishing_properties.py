@@ -16,12 +16,12 @@ import types
 
 import pytest
 
+from flaxformer_mt import atomic
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.remote import publishing, reading
 from flaxformer_mt.remote.index import newest
 from flaxformer_mt.remote.publishing import Publisher
 from flaxformer_mt.remote.stores import Content, Object, StoreError
-from flaxformer_mt.runs import atomic
 
 INDEX = re.compile(r"flaxformer_mt-index-\d+\.json")
 

@@ -20,10 +20,10 @@ import tensorstore
 from full_disks import files_no_longer_than, in_private_mounts
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from flaxformer_mt import input_files
+from flaxformer_mt import atomic, input_files
 from flaxformer_mt.config import OptimizerConfig
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.runs import atomic, manifest, step_folders
+from flaxformer_mt.runs import manifest, step_folders
 from flaxformer_mt.runs.checkpoint import (
     Checkpoints,
     restore_params,

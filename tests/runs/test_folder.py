@@ -152,7 +152,7 @@ def test_a_start_that_was_killed_can_be_repeated(workdir, tokenizers, tmp_path, 
             path.write_bytes(content)
 
         with monkeypatch.context() as patch:
-            patch.setattr("flaxformer_mt.runs.atomic.write_bytes", write)
+            patch.setattr("flaxformer_mt.atomic.write_bytes", write)
             with pytest.raises(KeyboardInterrupt):
                 write_run(folder, EXPERIMENT, texts(), tokenizers)
         (folder / "lock").touch()

@@ -7,8 +7,8 @@ import time
 import jax
 import pytest
 
+from flaxformer_mt.run_layout import MANIFEST
 from flaxformer_mt.runs import manifest, step_folders
-from flaxformer_mt.runs.layout import MANIFEST
 
 FILES = {
     "params/d/merged": b"index",

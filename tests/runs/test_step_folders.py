@@ -88,7 +88,8 @@ def restore_step(run):
 KILLED = """
     import os, signal, sys
     from pathlib import Path
-    from flaxformer_mt.runs import atomic, step_folders
+    from flaxformer_mt import atomic
+    from flaxformer_mt.runs import step_folders
 
     folder = Path(sys.argv[1])
     atomic._exchange = lambda *names: False

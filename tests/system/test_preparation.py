@@ -6,7 +6,7 @@ import pytest
 from small_runs import flags
 
 from flaxformer_mt.cli import main
-from flaxformer_mt.runs.layout import CACHE
+from flaxformer_mt.run_layout import CACHE
 
 
 def arguments(text, workdir):

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from flaxformer_mt import atomic
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.data.corpora.corpus import Chunk, Corpus, SentencePair
 from flaxformer_mt.data.corpora.entities import pairs_with_entities
@@ -29,7 +30,6 @@ from flaxformer_mt.data.stream.pair_fields import fields_of
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.input_files import Count, read_json
-from flaxformer_mt.runs import atomic
 
 ROWS = 20_000
 _HASHES_AT_ONCE = 2**23

@@ -29,6 +29,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from flaxformer_mt import atomic
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.config.experiment import values_with
 from flaxformer_mt.config.fields import FieldRole
@@ -51,8 +52,7 @@ from flaxformer_mt.data.stream.store_parts import Part, Parts, first_occurrences
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.input_files import MAX_MODEL_BYTES, parse_json, read_bytes
-from flaxformer_mt.runs import atomic
-from flaxformer_mt.runs.layout import MANIFEST
+from flaxformer_mt.run_layout import MANIFEST
 from flaxformer_mt.runs.manifest import damage, write_manifest
 
 _LAYOUT = 3  # Version of the layout; stores of other versions are rebuilt.

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from flaxformer_mt import atomic
 from flaxformer_mt.config import DataConfig, TransformerConfig, with_vocabulary_sizes
 from flaxformer_mt.data.corpora.corpus import Corpus
 from flaxformer_mt.data.corpora.text_files import counted
@@ -25,8 +26,8 @@ from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import (
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.input_files import MAX_MODEL_BYTES, read_bytes
 from flaxformer_mt.remote.reading import local_list
-from flaxformer_mt.runs import atomic, data_file
-from flaxformer_mt.runs.layout import TOKENIZER
+from flaxformer_mt.run_layout import TOKENIZER
+from flaxformer_mt.runs import data_file
 
 MAX_TRAINING_PAIRS = 1_000_000
 """Maximum number of pairs from which a vocabulary is learned. Of larger corpora, evenly spaced

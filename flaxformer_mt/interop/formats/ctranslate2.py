@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from flaxformer_mt import atomic
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers
 from flaxformer_mt.decoding.bad_phrases import bad_phrases
@@ -22,7 +23,6 @@ from flaxformer_mt.input_files import read_json
 from flaxformer_mt.interop.exports import ctranslate2_obstacle
 from flaxformer_mt.interop.formats.bundle import ModelBundle, Notes
 from flaxformer_mt.model.transformer import ZERO_VECTOR
-from flaxformer_mt.runs import atomic
 
 with requiring("an export to CTranslate2", "'flaxformer_mt[export]'"):
     from ctranslate2 import Translator

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import safetensors.numpy
 
+from flaxformer_mt import atomic
 from flaxformer_mt.config import ExperimentConfig, TransformerConfig
 from flaxformer_mt.data.tokenizers.dictionary_tokenizer import DictionaryTokenizer
 from flaxformer_mt.data.tokenizers.hub_tokenizer import (
@@ -45,8 +46,7 @@ from flaxformer_mt.interop.weight_maps import checkpoints
 from flaxformer_mt.interop.weight_maps.adam_state import TrainingState
 from flaxformer_mt.interop.weight_maps.family import check_kinds
 from flaxformer_mt.interop.weight_maps.mapping import CARRIED
-from flaxformer_mt.runs import atomic
-from flaxformer_mt.runs.layout import ORIGIN
+from flaxformer_mt.run_layout import ORIGIN
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 _CARRIED_FILE = "carried.safetensors"

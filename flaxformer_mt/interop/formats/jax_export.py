@@ -22,6 +22,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array, export
 
 import flaxformer_mt
+from flaxformer_mt import atomic
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.data.tokenizers.marian_tokenizer import CLEANED, MarianTokenizer
 from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE
@@ -34,7 +35,6 @@ from flaxformer_mt.interop.weight_maps.mapping import by_path, model_params
 from flaxformer_mt.interop.weight_maps.validation import check_params
 from flaxformer_mt.model.cache import Cache, reorder_cache
 from flaxformer_mt.model.transformer import Transformer
-from flaxformer_mt.runs import atomic
 from flaxformer_mt.runs.data_file import TOKENIZER
 from flaxformer_mt.runs.folder import read_config, read_origin, write_run
 

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 
+from flaxformer_mt import atomic
 from flaxformer_mt.errors import UserError, prefixed
 from flaxformer_mt.input_files import open_regular
 from flaxformer_mt.interop import array_files
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
-from flaxformer_mt.runs import atomic
 from flaxformer_mt.runs.parameter_file import first_bytes
 
 OPTIONS = "special:model.yml"

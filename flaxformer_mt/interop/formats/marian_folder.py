@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from flaxformer_mt import atomic
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
 from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers
@@ -24,7 +25,6 @@ from flaxformer_mt.interop.formats import marian_files
 from flaxformer_mt.interop.formats.bundle import ModelBundle, Notes
 from flaxformer_mt.interop.weight_maps import checkpoints
 from flaxformer_mt.interop.weight_maps.family import check_kinds
-from flaxformer_mt.runs import atomic
 
 _MODEL, _OPTIONS = "model.npz", "config.yml"
 

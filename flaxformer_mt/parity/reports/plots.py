@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from flaxformer_mt import atomic
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.parity.trajectories import Curves, Trajectory
 from flaxformer_mt.plotting import drawing
-from flaxformer_mt.runs import atomic
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

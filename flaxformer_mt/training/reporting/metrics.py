@@ -8,11 +8,12 @@ from typing import Any, Protocol, TypeAlias
 import jax
 import numpy as np
 
+from flaxformer_mt import atomic
 from flaxformer_mt.accelerators import accelerator_of
 from flaxformer_mt.data.stream.batches import Batch
 from flaxformer_mt.memory_limits import peak_memory
 from flaxformer_mt.objectives.cross_entropy import Metrics
-from flaxformer_mt.runs import atomic, metrics_file
+from flaxformer_mt.runs import metrics_file
 from flaxformer_mt.training.parameters import Params
 from flaxformer_mt.training.reporting.progress import Interval
 

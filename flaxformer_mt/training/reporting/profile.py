@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
+from flaxformer_mt import atomic
 from flaxformer_mt.errors import UserError, first_line
-from flaxformer_mt.runs import atomic
 
 
 class Profile:

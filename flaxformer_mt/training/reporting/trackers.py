@@ -24,10 +24,10 @@ from typing import Any
 
 from flax.traverse_util import flatten_dict
 
+from flaxformer_mt import atomic
 from flaxformer_mt.config.train import TrackerName, TrainConfig
 from flaxformer_mt.errors import first_line
-from flaxformer_mt.runs import atomic
-from flaxformer_mt.runs.layout import METRICS, TENSORBOARD, TRACKERS
+from flaxformer_mt.run_layout import METRICS, TENSORBOARD, TRACKERS
 from flaxformer_mt.training.reporting.console import Sample
 from flaxformer_mt.training.reporting.metrics import JsonLinesWriter, MetricValues, Writer
 

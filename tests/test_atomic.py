@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from full_disks import files_no_longer_than
 
+from flaxformer_mt import atomic
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.runs import atomic
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_an_existing_folder_is_kept_unless_it_is_to_be_replaced(tmp_path):
 KILLED = """
     import os, signal, sys
     from pathlib import Path
-    from flaxformer_mt.runs import atomic
+    from flaxformer_mt import atomic
 
     with atomic.new_folder(Path(sys.argv[1])) as partial:
         (partial / "inner").write_text("half")
@@ -140,7 +140,7 @@ def test_temporary_folders_of_killed_processes_are_deleted(tmp_path, monkeypatch
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     program = """
 import sys, tempfile
-from flaxformer_mt.runs import atomic
+from flaxformer_mt import atomic
 tempfile.tempdir = sys.argv[1]
 with atomic.temporary_folder() as folder:
     (folder / "tokens").write_text("many")
@@ -209,7 +209,7 @@ def test_devices_are_written_to_directly(name):
 
 def test_a_redirected_standard_output_is_written_to_directly(tmp_path):
     program = (
-        "from pathlib import Path; from flaxformer_mt.runs import atomic;"
+        "from pathlib import Path; from flaxformer_mt import atomic;"
         "atomic.write_text(Path('/dev/fd/1'), 'text')"
     )
     with (tmp_path / "output").open("w") as output:
