@@ -79,7 +79,7 @@ def write_texts(folder: Path, lengths: np.ndarray, random: np.random.Generator) 
         (folder / f"{kind}.model").write_bytes(model or b"")
     encoded = [text.encode() for text in texts]
     np.cumsum([0, *map(len, encoded)]).tofile(folder / "text.offsets")
-    (folder / "text.bytes").write_bytes(b"".join(encoded))
+    (folder / "text.values").write_bytes(b"".join(encoded))
 
 
 def repeat(folder: Path, times: int) -> None:
@@ -119,7 +119,7 @@ def opened(folder: Path, with_texts: bool = False) -> Any:
     reports = (SideReport(len(each.tokens), 0.0, 0, 0, 0) for each in sides)
     return EncodedCorpus(
         *sides,
-        texts=side("text", "bytes", np.uint8) if with_texts else None,
+        fields={"text": side("text", "values", np.uint8)} if with_texts else {},
         name="synthetic",
         report=CorpusReport(len(sides[1]), {}, *reports),
     )

@@ -7,10 +7,12 @@ The options `--train.teacher=runs/teacher` of `flaxformer-mt train` do the same.
 
 import dataclasses
 import sys
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 
 import flaxformer_mt as fmt
 
@@ -21,15 +23,16 @@ small = dataclasses.replace(big, num_decoder_layers=1)
 pairs = fmt.read_pairs(path, columns=(1, 2))
 data = fmt.packed(pairs, tokenizers, small, rows=64, length=64, seed=0)
 mesh, optimizer = fmt.make_mesh(), optax.adam(1e-3, b2=0.98)
+State: TypeAlias = dict[str, Any]
 
 
-def create(key):
+def create(key: Array) -> State:
     params = fmt.init(small, key)
     return {"params": params, "opt": optimizer.init(params), "step": jnp.int32(0)}
 
 
-def update(state, batch, key, frozen):
-    def loss(params):
+def update(state: State, batch: fmt.Batch, key: Array, frozen: Any) -> tuple[State, Any]:
+    def loss(params: Any) -> tuple[Array, Any]:
         term = fmt.Distillation(weight=0.5, temperature=2.0)
         sums = fmt.cross_entropy(small, params, batch, key, term=term, teacher=(big, frozen))
         return sums.loss / sums.tokens, sums.metrics
@@ -47,4 +50,4 @@ for batch, position in data.batches(mesh):
         print(position.step, {name: float(a / b) for name, (a, b) in metrics.items()})
     if position.step == last_step:
         break
-fmt.save_run("runs/student", small, tokenizers, state["params"])
+fmt.save_run("runs/student", small, tokenizers, state["params"], overwrite=True)

@@ -2,11 +2,13 @@
 # python examples/lora.py opus-mt-en-de mine.tsv 2000
 
 import sys
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax import Array
 
 import flaxformer_mt as fmt
 
@@ -15,9 +17,10 @@ config, tokenizers = model.config.model, model.tokenizers
 pairs, last_step = fmt.read_pairs(sys.argv[2], columns=(1, 2)), int(sys.argv[3])
 data = fmt.packed(pairs, tokenizers, config, rows=32, length=64, seed=0)
 mesh, optimizer = fmt.make_mesh(), optax.adam(1e-3)
+State: TypeAlias = dict[str, Any]
 
 
-def create(key):
+def create(key: Array) -> State:
     adapters = {}
     for path, kernel in flatten_dict(model.params, sep="/").items():
         if path.endswith(("query/kernel", "value/kernel")):
@@ -27,15 +30,15 @@ def create(key):
     return {"adapters": adapters, "opt": optimizer.init(adapters), "step": jnp.int32(0)}
 
 
-def merged(base, adapters):
+def merged(base: Any, adapters: Any) -> Any:
     leaves = flatten_dict(base, sep="/")
     for path, adapter in adapters.items():
         leaves[path] = leaves[path] + alpha / rank * adapter["a"] @ adapter["b"]
     return unflatten_dict(leaves, sep="/")
 
 
-def update(state, batch, key, frozen):
-    def loss(adapters):
+def update(state: State, batch: fmt.Batch, key: Array, frozen: Any) -> tuple[State, Any]:
+    def loss(adapters: Any) -> Array:
         sums = fmt.cross_entropy(config, merged(frozen, adapters), batch, key, smoothing=0.1)
         return sums.loss / sums.tokens
 
@@ -56,4 +59,4 @@ with fmt.Checkpoints("runs/adapters", optimizer=optimizer) as checkpoints:  # Ad
             checkpoints.save(position.step, state, position)
             print(position.step, f"loss {loss:.4f}")
 params = jax.device_get(merged(model.params, jax.device_get(state["adapters"])))
-fmt.save_run("runs/merged", config, tokenizers, params)
+fmt.save_run("runs/merged", config, tokenizers, params, overwrite=True)

@@ -6,10 +6,12 @@ The risk is 1 - F1 of the tokens of a sample and the reference. Source: Shen et 
 """
 
 import sys
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 
 import flaxformer_mt as fmt
 
@@ -21,10 +23,11 @@ data = fmt.packed(
     pairs, tokenizers, config, rows=16, length=length, batching="buckets", bucket_lengths=(length,)
 )  # One pair per row: `fmt.sample` refuses packed rows.
 mesh, optimizer = fmt.make_mesh(), optax.adam(1e-5)
+State: TypeAlias = dict[str, Any]
 
 
-def token_f1(tokens, weights, references, reference_weights):
-    def counts(tokens, weights):
+def token_f1(tokens: Array, weights: Array, references: Any, reference_weights: Any) -> Array:
+    def counts(tokens: Array, weights: Array) -> Array:
         return (jax.nn.one_hot(tokens, config.target_vocab_size) * weights[..., None]).sum(-2)
 
     both = counts(tokens, weights), counts(references, reference_weights)[:, None]
@@ -32,13 +35,13 @@ def token_f1(tokens, weights, references, reference_weights):
     return 2 * common / (both[0].sum(-1) + both[1].sum(-1))
 
 
-def update(state, batch, key, frozen):
+def update(state: State, batch: fmt.Batch, key: Array, frozen: Any) -> tuple[State, Any]:
     samples = fmt.sample(config, state["params"], batch, key, n, max_length=length, unpacked=True)
     references = batch.decoder_target_tokens, batch.decoder_loss_weights
     risk = 1 - token_f1(samples.tokens, samples.weights, *references)
     rows = samples.rows(batch)  # B * n rows, each with a source and one of its samples.
 
-    def expected_risk(params):
+    def expected_risk(params: Any) -> Array:
         log_p = jax.nn.log_softmax(fmt.apply(config, params, rows))
         of_tokens = jnp.take_along_axis(log_p, rows.decoder_target_tokens[..., None], -1)[..., 0]
         log_q = jnp.sum(of_tokens * rows.decoder_loss_weights, -1).reshape(-1, n)
@@ -57,4 +60,4 @@ for batch, position in data.batches(mesh):
     print(position.step, f"expected risk {risk:.4f}")
     if position.step == last_step:
         break
-fmt.save_run("runs/minimum-risk", config, tokenizers, state["params"])
+fmt.save_run("runs/minimum-risk", config, tokenizers, state["params"], overwrite=True)

@@ -4,10 +4,12 @@ python examples/plain_script.py mine.tsv
 """
 
 import sys
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 
 import flaxformer_mt as fmt
 
@@ -18,15 +20,16 @@ config = fmt.TransformerConfig(d_model=256, num_heads=4, d_ff=1024, **tokenizers
 data = fmt.packed(pairs, tokenizers, config, rows=256, length=64, seed=0)
 mesh = fmt.make_mesh()
 optimizer = optax.adam(1e-3, b2=0.98)
+State: TypeAlias = dict[str, Any]
 
 
-def create(key):
+def create(key: Array) -> State:
     params = fmt.init(config, key)
     return {"params": params, "opt": optimizer.init(params), "step": jnp.int32(0)}
 
 
-def update(state, batch, key, frozen):
-    def loss(params):
+def update(state: State, batch: fmt.Batch, key: Array, frozen: Any) -> tuple[State, Any]:
+    def loss(params: Any) -> tuple[Array, fmt.Sums]:
         sums = fmt.cross_entropy(config, params, batch, key, smoothing=0.1)
         return sums.loss / sums.tokens, sums
 
@@ -47,4 +50,4 @@ with fmt.Checkpoints("runs/mine", optimizer=optimizer) as checkpoints:
             print(fmt.translate(config, state["params"], tokenizers, ["a dog runs"]))
         if position.step >= last_step:
             break
-fmt.save_run("runs/mine-final", config, tokenizers, state["params"])
+fmt.save_run("runs/mine-final", config, tokenizers, state["params"], overwrite=True)

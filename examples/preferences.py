@@ -9,10 +9,12 @@ al. 2023, equation 7, with the model before training as the reference.
 import json
 import sys
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 
 import flaxformer_mt as fmt
 
@@ -21,16 +23,18 @@ config, tokenizers = model.config.model, model.tokenizers
 lines = [json.loads(line) for line in Path(sys.argv[2]).read_text().splitlines()]
 last_step = int(sys.argv[3]) if len(sys.argv) > 3 else 10 * len(lines) // rows
 mesh, optimizer = fmt.make_mesh(), optax.adam(1e-5)
+State: TypeAlias = dict[str, Any]
+Batches: TypeAlias = dict[str, fmt.Batch]
 
 
-def log_probabilities(params, batch, key=None):
+def log_probabilities(params: Any, batch: fmt.Batch, key: Array | None = None) -> Array:
     log_p = jax.nn.log_softmax(fmt.apply(config, params, batch, key))
     targets = jnp.take_along_axis(log_p, batch.decoder_target_tokens[..., None], axis=-1)
     return jnp.sum(targets[..., 0] * batch.decoder_loss_weights, axis=-1)
 
 
-def update(state, batch, key, frozen):
-    def loss(params):
+def update(state: State, batch: Batches, key: Array, frozen: Any) -> tuple[State, Any]:
+    def loss(params: Any) -> tuple[Array, dict[str, Array]]:
         chosen, rejected = (
             log_probabilities(params, side, key) - log_probabilities(frozen, side)
             for side in (batch["chosen"], batch["rejected"])
@@ -44,7 +48,7 @@ def update(state, batch, key, frozen):
     return {"params": params, "opt": opt, "step": state["step"] + 1}, metrics
 
 
-def batch_of(step, side):
+def batch_of(step: int, side: str) -> fmt.Batch:
     part = [lines[(step * rows + row) % len(lines)] for row in range(rows)]
     pairs = [(line["source"], line[side]) for line in part]
     return fmt.padded(pairs, tokenizers, config, length=length, mesh=mesh)
@@ -57,4 +61,4 @@ for number in range(last_step):
     sides = {side: batch_of(number, side) for side in ("chosen", "rejected")}
     state, metrics = step(state, sides)
     print(number + 1, {name: round(float(value), 4) for name, value in metrics.items()})
-fmt.save_run("runs/preferred", config, tokenizers, state["params"])
+fmt.save_run("runs/preferred", config, tokenizers, state["params"], overwrite=True)

@@ -193,7 +193,7 @@ _WORDS = {
 def _in_words(error: str) -> str:
     """Rewrites a message of msgspec, "Expected `int`, got `str` - at `$.files[...].bytes`"."""
     error = error.replace(" - at `key` in `$", " as a name - at `$")
-    problem, _, place = error.partition(" - at `$")
+    problem, _, location = error.partition(" - at `$")
     problem = re.sub(r"Object (?:missing|contains) (required|unknown) field", r"\1 field", problem)
     problem = problem.replace("required field", "there is no field")
     problem = problem.replace("Invalid enum value", "unknown value")
@@ -202,8 +202,8 @@ def _in_words(error: str) -> str:
     problem = kinds.sub(
         lambda found: " or ".join(_WORDS.get(kind, kind) for kind in found[1].split(" | ")), problem
     )
-    place = place.strip(".`")
-    return f"{place + ': ' if place else ''}{problem[0].lower()}{problem[1:]}"
+    location = location.strip(".`")
+    return f"{location + ': ' if location else ''}{problem[0].lower()}{problem[1:]}"
 
 
 def _reason(error: ValueError) -> str:

@@ -1,19 +1,21 @@
 """Whole models: read from folders of any kind, ready to translate, and written to run folders."""
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Unpack, overload
 
 from flaxformer_mt.config import DataConfig, ExperimentConfig, TransformerConfig
+from flaxformer_mt.config.decode import DecodeOptions
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.decoding.attention_weights import sentence_attention
-from flaxformer_mt.decoding.parameters import require_params
 from flaxformer_mt.decoding.text_arguments import require_path
 from flaxformer_mt.decoding.translator import Sentence, Translator
 from flaxformer_mt.errors import UserError, shown
 from flaxformer_mt.input_files import read_json
 from flaxformer_mt.interop.formats.bundle import OWN, ModelBundle, read_bundle
 from flaxformer_mt.interop.formats.hub_families import HUB_FAMILIES
+from flaxformer_mt.model.functional import require_params
 from flaxformer_mt.plotting.attention_page import AttentionPicture
 from flaxformer_mt.presets import canonical_family
 from flaxformer_mt.remote.reading import local
@@ -60,16 +62,29 @@ class Model:
         return self._translator
 
     @overload
-    def translate(self, sentences: str | Sentence, **options: Any) -> str: ...
+    def translate(  # type: ignore[overload-overlap]
+        self,
+        sentences: str | Sentence,
+        beam_size: int | None = None,
+        **options: Unpack[DecodeOptions],
+    ) -> str: ...
 
     @overload
-    def translate(self, sentences: Iterable[str | Sentence], **options: Any) -> list[str]: ...
+    def translate(
+        self,
+        sentences: Iterable[str | Sentence],
+        beam_size: int | None = None,
+        **options: Unpack[DecodeOptions],
+    ) -> list[str]: ...
 
     def translate(
-        self, sentences: str | Sentence | Iterable[str | Sentence], **options: Any
+        self,
+        sentences: str | Sentence | Iterable[str | Sentence],
+        beam_size: int | None = None,
+        **options: Unpack[DecodeOptions],
     ) -> str | list[str]:
         """Translates a sentence, or each sentence of a list; see `Translator.translate`."""
-        return self.translator().translate(sentences, **options)
+        return self.translator().translate(sentences, beam_size, **options)
 
     def attention(self, source: str, target: str | None = None) -> AttentionPicture:
         """Returns the attention of every layer and head; see `Run.attention`."""
@@ -153,6 +168,7 @@ def save_run(
     *,
     step: int = 0,
     languages: tuple[str, str] = ("", ""),
+    overwrite: bool = False,
 ) -> None:
     """Writes trained parameters as a run folder, which all commands can use.
 
@@ -165,10 +181,24 @@ def save_run(
       params: its parameters, on any devices; of several processes, all have to call this.
       step: the number of training steps made.
       languages: the codes of source and target, by which `evaluate` chooses its tokenizer.
+      overwrite: whether a run folder of `save_run` is replaced, atomically. It must have no files
+        but those that `save_run` wrote, so a folder in which a run was trained is not replaced.
 
     Raises:
       UserError: the folder exists or cannot be written, or the parameters are not of this model.
     """
+    if not overwrite and os.path.lexists(folder):
+        raise UserError(
+            f"{folder} exists: give another folder, or overwrite=True, which replaces a run folder "
+            "that save_run wrote"
+        )
     require_params(tokenizers.with_sizes(config), params, str(folder))
     data = DataConfig(source_language=languages[0], target_language=languages[1])
-    write_model(folder, ExperimentConfig(model=config, data=data), tokenizers, params, step=step)
+    write_model(
+        folder,
+        ExperimentConfig(model=config, data=data),
+        tokenizers,
+        params,
+        step=step,
+        replace=overwrite,
+    )

@@ -11,7 +11,10 @@ from typing import Any
 
 from flaxformer_mt.errors import UserError
 
-LESS_ON_DEVICE = "end other programs that use it, or set JAX_PLATFORMS=cpu"
+LESS_ON_DEVICE = (
+    "end other programs that use it, let several devices hold the parameters together "
+    "(decode.devices_per_model), or set JAX_PLATFORMS=cpu"
+)
 """What to do where a model does not fit onto the device, see `explained_exhaustion`."""
 _ADDRESS_SPACE = 4 * 2**30
 """Bytes that JAX and XLA reserve, most of which they never use: 3.2 GiB on a CPU with two cores."""
@@ -50,6 +53,12 @@ def device_memory(devices: Sequence[Any]) -> int | None:
         host = host_memory()
         return None if host is None else host // len(devices)
     return (devices[0].memory_stats() or {}).get("bytes_limit")
+
+
+def fits_on_a_device(size: int, devices: Sequence[Any]) -> bool:
+    """Returns whether parameters of so many bytes leave half of a device's memory for the rest."""
+    memory = device_memory(devices)
+    return memory is None or size <= memory // 2
 
 
 def peak_memory(devices: Sequence[Any]) -> int | None:

@@ -3,9 +3,10 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack
 
 from flaxformer_mt.config import GENERATED, ExperimentConfig
+from flaxformer_mt.config.decode import DecodeOptions
 from flaxformer_mt.config.experiment import with_changes
 from flaxformer_mt.decoding.text_arguments import require_path, require_texts
 from flaxformer_mt.errors import UserError, requiring, shown
@@ -187,7 +188,8 @@ class Run:
         checkpoint: CheckpointSelector = "best",
         metrics: "Mapping[str, MetricFunction] | None" = None,
         confidence: bool = False,
-        **options: Any,
+        beam_size: int | None = None,
+        **options: Unpack[DecodeOptions],
     ) -> dict[str, Any]:
         """Translates text and compares it with references.
 
@@ -199,6 +201,7 @@ class Run:
           checkpoint: as of `model`.
           metrics: further metrics, functions by name.
           confidence: whether to estimate 95% confidence intervals.
+          beam_size: of the search; None = as configured.
           **options: search options, fields of `DecodeConfig`.
 
         Returns:
@@ -229,7 +232,7 @@ class Run:
         evaluation.check_options(len(given), **chosen)
         translator = self.translator(checkpoint)
         sentences, lists = into_languages(given, lists, translator.tokenizers.target)
-        translations = translator.translate(sentences, **options)
+        translations = translator.translate(sentences, beam_size, **options)
         return evaluation.evaluate(translations, lists, **chosen)
 
     def plot(

@@ -20,9 +20,14 @@ from flaxformer_mt.config import ExperimentConfig, TransformerConfig
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers, read_tokenizers
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.memory_limits import LESS_ON_DEVICE, explained_exhaustion
-from flaxformer_mt.model.functional import parameter_shapes
+from flaxformer_mt.model.functional import parameter_shapes, with_layer_options
 from flaxformer_mt.runs import atomic, changes, data_file
-from flaxformer_mt.runs.folder import read_config, read_fingerprints, write_run
+from flaxformer_mt.runs.folder import (
+    read_config,
+    read_fingerprints,
+    require_only_written,
+    write_run,
+)
 from flaxformer_mt.runs.layout import CONFIG, TOKENIZER, CheckpointSelector
 from flaxformer_mt.runs.step_folders import metric_of
 
@@ -71,8 +76,11 @@ def write_model(
     params: Any,
     origin: Mapping[str, bytes] = {},
     step: int = 0,
+    replace: bool = False,
 ) -> None:
     """Writes a run folder with one checkpoint, atomically; of several processes, all call this.
+
+    `replace` says whether such a folder, with nothing else in it, is replaced.
 
     Raises:
       UserError: the folder exists or cannot be written, or the embedding tables do not have the
@@ -80,14 +88,19 @@ def write_model(
     """
     from flaxformer_mt.runs.checkpoint import on_this_host, write_params
 
+    config = dataclasses.replace(config, model=with_layer_options(config.model))
     params = on_this_host(params)
     shapes = {path: leaf.shape for path, leaf in flatten_dict(params, sep="/").items()}
     _check_shapes(Path(folder), config, tokenizers, shapes)
     if distributed.is_main():
-        with atomic.new_folder(Path(folder)) as partial:
+        with atomic.new_folder(Path(folder), replace=replace) as partial:
+            if replace:
+                require_only_written(Path(folder))
             fingerprints = {data_file.TOKENIZER: tokenizers.fingerprints}
             write_run(partial, config, tokenizers.files, fingerprints, origin)
             write_params(partial, step, params)
+            if replace:  # Others may have written to it in the meantime.
+                require_only_written(Path(folder))
     distributed.barrier("the run folder is written")
 
 

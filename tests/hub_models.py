@@ -25,6 +25,11 @@ KINDS = {
 """The family of each kind, and the token that translations begin with."""
 
 
+def family_of(kind):
+    """Returns the family of a kind, or of "marian"."""
+    return KINDS.get(kind, (kind,))[0]
+
+
 def _pieces(texts, kind, **options):
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(

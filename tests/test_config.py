@@ -172,7 +172,6 @@ CONTINUABLE = {
         "bad_rows",
         "check_languages",
         "normalization",
-        "near_duplicates",
         "path",
         "workers",
     },

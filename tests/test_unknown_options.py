@@ -7,7 +7,7 @@ import typing
 
 import pytest
 
-from flaxformer_mt.cli import entry_points, main, program, training
+from flaxformer_mt.cli import entry_points, main, preparation, program, training
 from flaxformer_mt.cli.unknown_options import COUNTERPARTS, option_names
 from flaxformer_mt.exit_codes import ExitCode
 
@@ -15,8 +15,8 @@ COMMANDS = {name: command for group in program.COMMANDS.values() for name, comma
 
 
 def names_of(command):
-    if command == "train":
-        return [*option_names(typing.get_type_hints(training.Flags))]
+    if kind := {"train": training.Flags, "prepare": preparation.PrepareFlags}.get(command):
+        return [*option_names(typing.get_type_hints(kind))]
     return [*option_names(typing.get_type_hints(COMMANDS[command], include_extras=True))]
 
 

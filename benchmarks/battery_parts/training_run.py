@@ -14,17 +14,17 @@ def run(options: Options) -> Iterator[dict[str, Any]]:
     from flaxformer_mt import experiment, runtime
     from flaxformer_mt.runs.layout import METRICS
     from flaxformer_mt.runs.metrics_file import read_metrics
-    from flaxformer_mt.training.reporting.metrics import JsonLinesWriter
 
     runtime.configure()
     config = configuration(options)
+    # Without TensorBoard, whose package is not needed for this.
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, trackers=()))
     begin = time.perf_counter()
     root = options.out / "training_run"
     shutil.rmtree(root, ignore_errors=True)  # A run of an earlier battery would be continued.
     with experiment.open_folder(root) as folder:
         parts = experiment.prepare(config, folder)
-        # Without TensorBoard, whose package is not needed for this.
-        experiment.fit(parts, folder, writers=[JsonLinesWriter(folder / METRICS)])
+        experiment.fit(parts, folder)
         lines = read_metrics(folder / METRICS)
         trained = {
             "corpus": config.data.corpus,

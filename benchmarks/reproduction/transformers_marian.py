@@ -18,7 +18,7 @@ import numpy as np
 
 from flaxformer_mt import experiment, interop
 from flaxformer_mt.config import ExperimentConfig
-from flaxformer_mt.data.stream.batches import Array, Batch, DataPosition, evaluation_batches
+from flaxformer_mt.data.stream.batches import Array, Batch, DataPosition, whole_batches
 from flaxformer_mt.interop.formats import huggingface
 from flaxformer_mt.interop.formats.bundle import ModelBundle
 from flaxformer_mt.run_reader import Run
@@ -87,7 +87,7 @@ class _Marian:
         from flaxformer_mt.parity.families.recipes import recipe  # Needs PyTorch.
 
         self._config = config = parts.config
-        self._validation = evaluation_batches(parts.dataset.valid.tokens, config)
+        self._validation = whole_batches(parts.dataset.valid.tokens, config)
         params = jax.device_get(parts.initial_state().params)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / FAMILY

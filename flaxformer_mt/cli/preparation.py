@@ -1,8 +1,9 @@
-"""The command `prepare --workdir`: the vocabulary and the tokens of a run, before it trains."""
+"""The command `prepare`: the vocabulary and the tokens of a run, before it trains."""
 
 import contextlib
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,12 +11,9 @@ from pathlib import Path
 from typing import Literal
 
 from flaxformer_mt.cli import output
-from flaxformer_mt.cli.output_parts import Shard
 from flaxformer_mt.cli.training import experiment_of, parse_experiment
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.errors import UserError, requiring
-
-_OF_RUNS = ("--config", "--workdir")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,25 +38,20 @@ class PrepareFlags(ExperimentConfig):
     it runs here."""
 
 
-def names_run(arguments: Sequence[str]) -> bool:
-    """Whether arguments of `prepare` are for a run."""
-    return any(argument.partition("=")[0] in _OF_RUNS for argument in arguments)
-
-
 def run(arguments: Sequence[str]) -> int:
     """Parses the options and prepares the run."""
-    prepare_run(parse(arguments), arguments)
+    prepare(parse(arguments), arguments)
     return 0
 
 
 def parse(arguments: Sequence[str]) -> PrepareFlags:
     """Parses the options, with the configuration file that they name as defaults."""
-    description = prepare_run.__doc__ or ""
+    description = prepare.__doc__ or ""
     return parse_experiment(PrepareFlags, arguments, "flaxformer-mt prepare", description)
 
 
-def prepare_run(flags: PrepareFlags, arguments: Sequence[str]) -> None:
-    r"""Learns the vocabulary of a run and tokenizes its text, so that training need not.
+def prepare(flags: PrepareFlags, arguments: Sequence[str]) -> None:
+    """Learns the vocabulary of a run and tokenizes its text, so that training need not.
 
       flaxformer-mt prepare --config=configs/quickstart.py --workdir=RUN
       flaxformer-mt train --workdir=RUN
@@ -66,8 +59,7 @@ def prepare_run(flags: PrepareFlags, arguments: Sequence[str]) -> None:
     Continued after an interruption, it makes only what is missing. On several machines, such as the
     tasks of a SLURM array of 8:
 
-      flaxformer-mt prepare --config=C --workdir=RUN \
-          --shard=$SLURM_ARRAY_TASK_ID/8
+      flaxformer-mt prepare --config=C --workdir=RUN --shard=$SLURM_ARRAY_TASK_ID/8
 
     Args:
       flags: The options, from `parse`.
@@ -82,9 +74,12 @@ def prepare_run(flags: PrepareFlags, arguments: Sequence[str]) -> None:
     if flags.num_workers < 0:
         raise UserError(f"--num-workers={flags.num_workers} is negative: give 0 or more")
     if flags.shard:
-        shard = Shard.parse(flags.shard)
+        found = re.fullmatch("([0-9]{1,6})/([0-9]{1,6})", flags.shard)
+        index, count = map(int, found.groups()) if found else (0, 0)
+        if index >= count:
+            raise UserError(f"--shard={flags.shard}: give i/N, such as 0/2 and 1/2 for 2 shards")
         start = experiment.begin(config, workdir)
-        start.text.tokenize_part(start.tokenizers, shard.index, shard.count)
+        start.text.tokenize_part(start.tokenizers, index, count)
         output.print_note(
             f"part {flags.shard} of the text is tokenized; when all are: flaxformer-mt prepare "
             f"--config={flags.config} --workdir={workdir}"

@@ -15,10 +15,10 @@ from flaxformer_mt.cli import (
     checkpoints,
     configs,
     convert,
-    corpora,
     doctor,
     evaluate,
     help_text,
+    lexicon,
     parity,
     pictures,
     preparation,
@@ -36,7 +36,7 @@ from flaxformer_mt.exit_codes import ExitCode
 from flaxformer_mt.memory_limits import require_address_space
 
 _GROUPS: dict[str, tuple[Callable[..., int | None], ...]] = {
-    "Training": (corpora.prepare, training.train, configs.configs, doctor.doctor),
+    "Training": (preparation.prepare, training.train, configs.configs, doctor.doctor),
     "Trained models": (
         translate.translate,
         score.score,
@@ -46,7 +46,7 @@ _GROUPS: dict[str, tuple[Callable[..., int | None], ...]] = {
         pictures.attention,
         checkpoints.average,
         checkpoints.publish,
-        corpora.lexicon,
+        lexicon.lexicon,
         serve.serve,
     ),
     "Published models": (convert.convert, parity.parity),
@@ -56,7 +56,7 @@ COMMANDS = {
 }
 """Groups of commands, in the order of `--help`. Expensive imports belong inside the functions.
 
-`train`, whose options are a configuration, is called by `entry_points`."""
+The options of `train`, which `entry_points` calls, and of `prepare` are a configuration."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -75,7 +75,7 @@ def run(arguments: Sequence[str]) -> int:
         hint = suggestion(name, commands) or "; see flaxformer-mt --help"
         print(f"flaxformer-mt: error: unknown command {name}{hint}", file=sys.stderr)
         raise SystemExit(ExitCode.USAGE)
-    if name == "prepare" and preparation.names_run(options):
+    if name == "prepare":
         return preparation.run(options)
     command = commands[name]
     defaults: dict[str, Any] = {}

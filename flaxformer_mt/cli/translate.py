@@ -22,7 +22,7 @@ from flaxformer_mt.cli.options import (
     load_runs,
     require_writable,
 )
-from flaxformer_mt.cli.output_parts import Shard, part_writer
+from flaxformer_mt.cli.resumed_output import resumed_writer
 from flaxformer_mt.config.fields import Bounds
 from flaxformer_mt.data.corpora.text_files import arriving_lines, count_lines, digest_file, opened
 from flaxformer_mt.errors import UserError, shown
@@ -43,7 +43,6 @@ def translate(
     attention: bool = False,
     max_latency: Milliseconds = None,
     resume: bool = False,
-    shard: Annotated[str | None, tyro.conf.arg(metavar="I/N")] = None,
     checkpoint: CheckpointChoice = "best",
     decode: DecodeOptions = DEFAULT_SEARCH,
 ) -> None:
@@ -61,7 +60,6 @@ def translate(
       flaxformer-mt translate --run RUN --sampling --seed 1 < source.txt
       flaxformer-mt translate --run RUN_1 --run RUN_2 < source.txt
       flaxformer-mt translate --run RUN --input source.txt --output out --resume
-      flaxformer-mt translate --run RUN --input source.txt --output out --shard 0/4
 
     Args:
       run: Run folder of the trained model. Repeat the option to decode with an ensemble of models
@@ -84,8 +82,6 @@ def translate(
         (default: 100, and without a limit if the input is a regular file).
       resume: Keep what is translated beside --output until that is complete, and continue there if
         the command was interrupted. Requires --input and --output.
-      shard: Translate part I of N of the lines, from 0, as with --resume. The process that
-        completes the last part joins all to --output.
       checkpoint: "best" by validation, "last", or the step of a checkpoint.
       decode: Search options. Their defaults are those of the run.
     """
@@ -94,19 +90,17 @@ def translate(
 
     require_writable(output_file)
     form = LineFormat(input_format, output_format, alignment, tokens, attention)
-    is_part = resume or shard is not None
-    if is_part and not (input_file and input_file.is_file() and output_file):
-        raise UserError("--resume and --shard continue files: give --input and --output")
-    part = Shard.parse(shard or "0/1")
+    if resume and not (input_file and input_file.is_file() and output_file):
+        raise UserError("--resume continues files: give --input and --output")
     with contextlib.ExitStack() as stack:
         name = str(input_file) if input_file else "standard input"
         stream: Any = stack.enter_context(opened(input_file)) if input_file else sys.stdin.buffer
         runs = load_runs(run, checkpoint)
         translator = Translator.from_runs(runs, decode)
-        is_counted = is_part or (sys.stderr.isatty() and stream.seekable())
-        lines = part.lines(count_lines(stream, name)) if is_counted else None
+        is_counted = resume or (sys.stderr.isatty() and stream.seekable())
+        total, done = count_lines(stream, name) if is_counted else None, 0
         write: Callable[[Iterable[str]], None] = output.print_lines
-        if lines is not None and is_part and input_file and output_file:
+        if resume and input_file and output_file:
             settings = {
                 "input": digest_file(input_file).hex(),
                 "models": [[shown(str(each.folder.absolute())), each.step] for each in runs],
@@ -114,32 +108,27 @@ def translate(
                 "formats": dataclasses.asdict(form),
             }
             lines_each = translator.decode.n_best if output_format == "text" else 1
-            lines, write = stack.enter_context(
-                part_writer(output_file, part, settings, lines, lines_each)
+            done, write = stack.enter_context(
+                resumed_writer(output_file, settings, total or 0, lines_each)
             )
         elif output_file:
             write = stack.enter_context(output.line_writer(output_file))
-        total = None if lines is None else len(lines)
-        advance = functools.partial(stack.enter_context(progress_bar("Translating", total)), 1)
+        left = None if total is None else total - done
+        advance = functools.partial(stack.enter_context(progress_bar("Translating", left)), 1)
         if max_latency is None and not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
             max_latency = _MAX_LATENCY
         max_wait = math.inf if max_latency is None else max_latency / 1000
         groups = arriving_lines(stream, name, window_characters(translator.decode), max_wait)
-        if is_part and lines is not None:
-            groups = _within(groups, lines)
+        groups = _after(groups, done)
         if input_file is None and stream.isatty():
             groups = output.prompted(groups, "type a sentence; Ctrl-D ends")
-        first = 0 if lines is None else lines.start
-        for line in translate_lines(translator, groups, form, name, advance, first):
+        for line in translate_lines(translator, groups, form, name, advance, done):
             write([line])
 
 
-def _within(groups: Iterable[list[str]], lines: range) -> Iterator[list[str]]:
-    """Yields the lines of these numbers, from 0."""
-    first = 0
+def _after(groups: Iterable[list[str]], done: int) -> Iterator[list[str]]:
+    """Yields the groups without the first lines."""
     for group in groups:
-        if first >= lines.stop:
-            return
-        if chosen := group[max(lines.start - first, 0) : lines.stop - first]:
-            yield chosen
-        first += len(group)
+        if rest := group[done:]:
+            yield rest
+        done = max(done - len(group), 0)

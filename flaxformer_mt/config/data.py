@@ -1,7 +1,7 @@
 """Corpora, filters, vocabularies and the layout of batches."""
 
 import dataclasses
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypedDict
 
 from flaxformer_mt.config import relations
 from flaxformer_mt.config.fields import (
@@ -86,6 +86,9 @@ class DataConfig(Checked):
     """The columns of source and target, by name or by number from 1; further ones are ignored. By
     default the columns that a header names after the two languages, or else the only two columns.
     Nested JSON members are written with a dot: translation.en."""
+    pair_columns: tuple[str, ...] = option((), FieldRole.TEXT)
+    """Columns of numbers of the training pairs, each as NAME=COLUMN. weight=COLUMN has the weight
+    of each pair in the loss; the others are given to the objective, as `Batch.columns`."""
     quoting: Quoting = option("auto", FieldRole.TEXT)
     """Whether cells of tables may be in quotes, in which quotes are doubled. csv: they may; none:
     quotes are text; auto: in .csv files, and in tab-separated ones that a program for CSV wrote."""
@@ -150,10 +153,6 @@ class DataConfig(Checked):
     not know, are not checked; 0 = none are."""
     check_languages: bool = option(True, FieldRole.START)
     """Refuse corpora with swapped sides, or with a side in another language than it should be."""
-    near_duplicates: float = option(0.0, FieldRole.START, lowest=0, highest=1)
-    """Warn of development and test sentences that have at least this share of their sequences of 5
-    characters in common with a training sentence, such as 0.8, besides equal ones; 0 = do not look
-    for them, which takes several times as long as tokenizing the text."""
     max_unknown_rate: float = option(0.1, FieldRole.TEXT, lowest=0, highest=1)
     """Reject a corpus with a larger share of unknown tokens."""
 
@@ -218,6 +217,11 @@ class DataConfig(Checked):
         return self.tokenizer != "word" or bool(self.tokenizer_path)
 
     @property
+    def columns_of_pairs(self) -> dict[str, str]:
+        """The columns of `pair_columns` by name."""
+        return {name: column for name, _, column in (e.partition("=") for e in self.pair_columns)}
+
+    @property
     def is_generated(self) -> bool:
         """Whether the corpus reads no files."""
         return self.corpus in GENERATED
@@ -244,3 +248,30 @@ class DataConfig(Checked):
         if self.batching == "buckets":
             return self.bucket_lengths[-1], self.bucket_lengths[-1]
         return self.source_row_length, self.target_row_length
+
+
+class VocabularyOptions(TypedDict, total=False):
+    """Fields of `DataConfig` that `train_tokenizers` takes beside its own arguments."""
+
+    tokenizer: Literal["bpe", "unigram", "word"]
+    byte_fallback: bool
+    character_coverage: float
+    normalization: Literal["nfc", "nfkc", "none"]
+    keep_whole: tuple[str, ...]
+
+
+class PackingOptions(TypedDict, total=False):
+    """Fields of `DataConfig` that `packed` takes beside its own arguments."""
+
+    batching: Literal["packed", "buckets"]
+    bucket_lengths: tuple[int, ...]
+    long_sentences: Literal["drop", "truncate", "error"]
+    mixture_temperature: float
+    subword_sampling: float
+    workers: int
+    max_length_ratio: float
+    max_words: int
+    drop_identical: bool
+    drop_duplicates: bool
+    drop_wrong_script: bool
+    drop_wrong_language: float

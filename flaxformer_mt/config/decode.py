@@ -1,7 +1,7 @@
 """Search, sampling and the constraints on translations."""
 
 import dataclasses
-from typing import Literal
+from typing import Literal, TypedDict
 
 from flaxformer_mt.config import relations
 from flaxformer_mt.config.fields import MAX_LAYERS, MAX_SEED, MAX_WIDTH, Checked, FieldRole, option
@@ -114,8 +114,13 @@ class DecodeConfig(Checked):
     """Source tokens decoded together with a beam of 4, padding included (more with a smaller beam);
     0 = 1024 on CPUs, 16384 on GPUs and TPUs."""
     num_devices: int = option(0, FieldRole.RUNNING, lowest=0)
-    """Number of devices of this process that translate, each with a copy of the parameters; 0 =
-    all GPUs or TPUs, but one CPU, whose cores work together anyway."""
+    """Number of devices of this process that translate; 0 = all GPUs or TPUs, but one CPU, whose
+    cores work together anyway."""
+    devices_per_model: int = option(0, FieldRole.RUNNING, lowest=0)
+    """Number of devices that hold a copy of the parameters together, each a part of every matrix,
+    for a model that one device cannot hold; decoding waits for the others in every layer. 0 = one,
+    if the parameters leave half of its memory; otherwise the devices over which they are sharded
+    already, or all."""
 
     _prefix = "decode."
     _relations = relations.DECODE
@@ -129,3 +134,49 @@ class DecodeConfig(Checked):
     def samples(self) -> bool:
         """Whether translations are sampled rather than searched for."""
         return self.sampling or self.mbr_samples > 0
+
+
+class DecodeOptions(TypedDict, total=False):
+    """Fields of `DecodeConfig` as arguments; those omitted, or None, are as configured.
+
+    Functions that take them have `beam_size` as an argument of its own.
+    """
+
+    length_penalty: float | None
+    length_penalty_kind: Literal["gnmt", "average"] | None
+    coverage_penalty: float | None
+    early_stopping: Literal["never", "heuristic", "first"] | None
+    min_length: int | None
+    min_length_factor: float | None
+    max_length: int | None
+    max_length_factor: float | None
+    max_length_extra: int | None
+    force_end: bool | None
+    first_token: str | None
+    no_repeat_ngram_size: int | None
+    repetition_penalty: float | None
+    bad_words: tuple[str, ...] | None
+    bad_word_ids: tuple[str, ...] | None
+    allow_padding: bool | None
+    renormalize: bool | None
+    beam_groups: int | None
+    diversity_penalty: float | None
+    sampling: bool | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    epsilon_cutoff: float | None
+    seed: int | None
+    mbr_samples: int | None
+    ensemble: Literal["log", "probability"] | None
+    shortlist: str | None
+    shortlist_first: int | None
+    shortlist_best: int | None
+    copy_unknown: bool | None
+    alignment_layer: int | None
+    alignment_head: int | None
+    max_source_length: int | None
+    batch_tokens: int | None
+    num_devices: int | None
+    devices_per_model: int | None

@@ -143,10 +143,15 @@ def changes(stored: ExperimentConfig, given: ExperimentConfig) -> dict[str, tupl
 
 def differences(stored: ExperimentConfig, given: ExperimentConfig) -> dict[str, str]:
     """Returns `changes` in words: {"model.d_model": "model.d_model: 128 in the run, 256 now"}."""
-    return {
-        name: f"{name}: {before} in the run, {after} now"
-        for name, (before, after) in changes(stored, given).items()
-    }
+    described = {}
+    for name, (before, after) in changes(stored, given).items():
+        if isinstance(before, tuple) and isinstance(after, tuple):
+            # Of long lists, only what differs.
+            ours = [each for each in before if each not in after]
+            theirs = [each for each in after if each not in before]
+            before, after = (ours, theirs) if ours or theirs else (before, after)
+        described[name] = f"{name}: {before} in the run, {after} now"
+    return described
 
 
 def _without_paths(config: ExperimentConfig) -> dict[str, Any]:

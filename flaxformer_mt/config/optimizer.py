@@ -7,16 +7,23 @@ from typing import Literal
 from flaxformer_mt.config import relations
 from flaxformer_mt.config.fields import Checked, FieldRole, option
 
+KINDS = ("adam", "adamw", "adafactor", "muon")
+"""The built-in optimizers."""
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class OptimizerConfig(Checked):
     """The optimizer and its learning rate."""
 
-    kind: Literal["adam", "adamw", "adafactor", "muon"] = option("adam", FieldRole.TRAINING)
-    """adamw adds decoupled weight decay. adafactor keeps only row and column means of large
-    matrices, and multiplies the learning rate by the root mean square of each parameter (T5: 1e-2);
-    it has no beta1, beta2 and epsilon. muon orthogonalizes the updates of the matrices of layers,
-    and trains the other parameters by adamw with the same learning rate."""
+    kind: str = option("adam", FieldRole.TRAINING)
+    """adam, adamw, adafactor or muon. adamw adds decoupled weight decay. adafactor keeps only row
+    and column means of large matrices, and multiplies the learning rate by the root mean square of
+    each parameter (T5: 1e-2); it has no beta1, beta2 and epsilon. muon orthogonalizes the updates
+    of the matrices of layers, and trains the other parameters by adamw with the same learning rate.
+    Other names are those of
+    functions given to `flaxformer_mt.train(optimizer=...)`, which records them here."""
+    constants: tuple[str, ...] = option((), FieldRole.TRAINING)
+    """The functions and constants of such an optimizer, which `flaxformer_mt.train` records."""
     learning_rate: float = option(1e-3, FieldRole.TRAINING, above=0, limit=1e6)
     """Factor of noam and tensor2tensor; peak learning rate of all other schedules."""
     schedule: Literal[

@@ -132,8 +132,17 @@ def _held_out_elsewhere(config: Any) -> str:
     return ""
 
 
+_PAIR_COLUMN = re.compile(r"(?!(source|target)=)[^\W\d]\w*=.+")
+
 DATA: tuple[Relation, ...] = (
     *COLUMNS,
+    (
+        lambda c: (
+            len(c.columns_of_pairs) < len(c.pair_columns)
+            or not all(map(_PAIR_COLUMN.fullmatch, c.pair_columns))
+        ),
+        "{pair_columns}: must be NAME=COLUMN, with other names than source and target: weight=3",
+    ),
     (
         lambda c: c.subword_sampling and not c.splits_words,
         "{subword_sampling} needs data.tokenizer=bpe or unigram",
@@ -336,6 +345,16 @@ EXPERIMENT: tuple[Relation, ...] = (
             f"train.guided_alignment_layer={c.train.guided_alignment_layer}: the decoder has "
             f"{c.model.num_decoder_layers} layers, counted from 0, or from the last as -1"
         ),
+    ),
+    *(
+        (
+            lambda c, name=name: getattr(c.model, name) % c.parallel.tensor,
+            lambda c, name=name: (
+                f"model.{name}={getattr(c.model, name)} cannot be divided evenly among "
+                f"{c.parallel.tensor} devices of the mesh axis tensor: choose a divisor"
+            ),
+        )
+        for name in ("num_heads", "num_kv_heads")
     ),
     (
         lambda c: c.train.batch_tokens % c.data.row_lengths[1],

@@ -36,8 +36,8 @@ def spans(values: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.nda
 
 
 def _copy_spans(values: Any, starts: Any, lengths: Any, copies: Any) -> None:
-    place = 0
+    index = 0
     for span in range(len(starts)):
         for source in range(starts[span], starts[span] + lengths[span]):
-            copies[place] = values[source]
-            place += 1
+            copies[index] = values[source]
+            index += 1

@@ -37,7 +37,7 @@ class RunText:
     def held_out(self) -> HeldOutText:
         """The text that must not be in the training corpora."""
         corpora = [*self.corpora["valid"], *self.corpora["test"]]
-        return HeldOutText.of(corpora, self.config.data)
+        return HeldOutText.of(corpora)
 
     @property
     def fingerprints(self) -> dict[str, list[tuple[str, str]]]:
@@ -59,7 +59,11 @@ class RunText:
             check_languages(corpora["train"], [*corpora["valid"], *corpora["test"]])
 
     def vocabularies(self, path: str = "") -> Tokenizers:
-        """Loads the vocabularies from a path, or learns them; another process may have done so."""
+        """Loads the vocabularies, by default of `data.tokenizer_path`, or learns them.
+
+        Another process may have learned them.
+        """
+        path = path or self.config.data.tokenizer_path
         corpora, has_inputs = self.corpora["train"], self.config.model.has_inputs
         data = dataclasses.replace(self.config.data, tokenizer_path=path)
         if path:

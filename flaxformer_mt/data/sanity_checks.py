@@ -13,9 +13,8 @@ from flaxformer_mt.config import DataConfig
 from flaxformer_mt.data.corpora.corpus import Corpus
 from flaxformer_mt.data.corpora.filters import PairFilter
 from flaxformer_mt.data.corpora.languages import Identifier, are_similar
-from flaxformer_mt.data.corpora.rows import place_of
+from flaxformer_mt.data.corpora.rows import location_of
 from flaxformer_mt.data.corpora.shared_text import (
-    NEAR,
     PAIR,
     SOURCE,
     TARGET,
@@ -200,7 +199,6 @@ _SHARED = {
     "otherwise",
     TARGET: "{} of the {} pairs of {} have a target that the training corpus {} has with another "
     "source",
-    NEAR: "{} of the {} pairs of {} have a near-duplicate of a side in the training corpus {}",
 }
 
 
@@ -232,7 +230,7 @@ def warn_of_shared_text(
                     "%s: its scores will be too good; the first is %s (%s), in training %s",
                     message.format(len(of_kind), len(own), other.name, corpus.name),
                     shown(*pair),
-                    place_of(pair, of_kind[0] + 1),
+                    location_of(pair, of_kind[0] + 1),
                     shared[first + of_kind[0]][1],
                 )
             first += len(own)

@@ -8,6 +8,8 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
+import msgspec
+
 from flaxformer_mt.decoding.scoring.alignment import AlignmentUnit, pharaoh
 from flaxformer_mt.decoding.translator import Hypothesis, Sentence, Translator
 from flaxformer_mt.errors import UserError, prefixed
@@ -86,6 +88,12 @@ def _lines(hypotheses: Sequence[Hypothesis], line_format: LineFormat, index: int
             yield f"{index} ||| {format_text(hypothesis, line_format, with_score=True)}"
 
 
+class _Line(msgspec.Struct, forbid_unknown_fields=True):
+    text: str
+    prefix: str = ""
+    phrases: tuple[str, ...] = ()
+
+
 def read_sentence(line: str, encoding: LineEncoding, location: str) -> Sentence:
     """Parses an input line.
 
@@ -95,19 +103,8 @@ def read_sentence(line: str, encoding: LineEncoding, location: str) -> Sentence:
     """
     if encoding == "text" or not has_visible(line):
         return Sentence(line)
-    values = parse_json(line, location)
-    if not isinstance(values, dict) or "text" not in values:
-        raise UserError(f'{location}: not a JSON object with the field "text"')
-    for field, value in values.items():
-        if field not in Sentence._fields:
-            known = ", ".join(Sentence._fields)
-            raise UserError(f'{location}: unknown field "{field}"; known: {known}')
-        if field != "phrases" and not isinstance(value, str):
-            raise UserError(f'{location}: "{field}" must be a string')
-    phrases = values.get("phrases", [])
-    if not isinstance(phrases, list) or not all(isinstance(phrase, str) for phrase in phrases):
-        raise UserError(f'{location}: "phrases" must be a list of strings')
-    return Sentence(values["text"], values.get("prefix", ""), tuple(phrases))
+    given: _Line = parse_json(line, location, _Line)
+    return Sentence(given.text, given.prefix, given.phrases)
 
 
 def format_text(hypothesis: Hypothesis, line_format: LineFormat, with_score: bool = False) -> str:

@@ -166,15 +166,15 @@ class SentenceDecoder:
         for index, done in enumerate(translated):
             if all(done):
                 yield index, self._join_n_best(done, divided[index])
-        places = [
+        indices = [
             (index, position)
             for index, segments in enumerate(divided)
             for position, segment in enumerate(segments)
             if segment.tokens
         ]
-        segments = [divided[index][position] for index, position in places]
+        segments = [divided[index][position] for index, position in indices]
         for number, hypotheses in self._translate_segments(segments):
-            index, position = places[number]
+            index, position = indices[number]
             translated[index][position] = hypotheses
             if all(translated[index]):
                 yield index, self._join_n_best(translated[index], divided[index])

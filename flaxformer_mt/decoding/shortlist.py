@@ -20,7 +20,7 @@ from flaxformer_mt.config.fields import MAX_INTEGER
 from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers
 from flaxformer_mt.errors import UserError, prefixed
-from flaxformer_mt.input_files import MAX_MODEL_BYTES, decompressed, open_regular, read_bytes
+from flaxformer_mt.input_files import MAX_MODEL_BYTES, decompressed, read_bytes
 from flaxformer_mt.runs import atomic
 
 _MAGIC = struct.pack("<Q", 0xF11A48D5013417F5)
@@ -91,12 +91,6 @@ class Shortlist:
         found = [self.translations[self.offsets[s] : self.offsets[s + 1]] for s in sources]
         copied = sources if self.joint else sources[:0]
         return np.unique(np.concatenate([self.always, copied, np.array(also, np.int32), *found]))
-
-
-def require_shortlist(path: str | Path) -> None:
-    """Raises UserError unless the file of a lexical table is there; does not read it."""
-    with prefixed(f"decode.shortlist={path}: "):
-        open_regular(path).close()
 
 
 def _parse_binary(content: bytes) -> tuple[int, np.ndarray, np.ndarray]:

@@ -4,17 +4,18 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar, overload
+from typing import Any, Self, TypeVar, Unpack, overload
 
 import jax
 from rich.console import Console
 from rich.progress import track
 
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
+from flaxformer_mt.config.decode import DecodeOptions
 from flaxformer_mt.config.fields import suggestion
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers, split_language
 from flaxformer_mt.decoding.batching.workers import batch_tokens, decoding_devices
-from flaxformer_mt.decoding.parameters import prepared_model
+from flaxformer_mt.decoding.parameters import prepared_models
 from flaxformer_mt.decoding.scoring.alignment import AlignmentUnit
 from flaxformer_mt.decoding.sentence_decoder import Hypothesis, Sentence, SentenceDecoder
 from flaxformer_mt.decoding.text_arguments import (
@@ -53,7 +54,8 @@ class Translator:
         Args:
           config: the model.
           params: its parameters, nested dicts of arrays on the host, on one device or on several.
-            Arrays on the first device are not copied: do not donate them while translating.
+            Arrays on the first device are not copied: do not donate them while translating. They
+            are decoded with on one device, or sharded (`decode.devices_per_model`).
           tokenizers: its vocabularies, which also give sizes that are 0 in `config`.
           decode: the search options; None = the defaults of `DecodeConfig`.
           others: configuration and parameters of the other models of an ensemble. Alignments are
@@ -63,11 +65,8 @@ class Translator:
           UserError: a model has no encoder, or `params` are not the parameters of the model.
         """
         # Searches with other options share the models.
-        self.models = [
-            prepared_model(model, parameters, tokenizers)
-            for model, parameters in ((config, params), *others)
-        ]
         self.decode = decode or DecodeConfig()
+        self.models = prepared_models([(config, params), *others], tokenizers, self.decode)
         self.tokenizers = tokenizers
         self._decoders: dict[Any, SentenceDecoder] = {}
         """One per set of options."""
@@ -109,20 +108,32 @@ class Translator:
         )
 
     @overload
-    def translate(
-        self, sentences: str | Sentence, beam_size: int | None = None, **options: Any
+    def translate(  # type: ignore[overload-overlap]
+        self,
+        sentences: str | Sentence,
+        beam_size: int | None = None,
+        *,
+        show_progress: bool = False,
+        **options: Unpack[DecodeOptions],
     ) -> str: ...
 
     @overload
     def translate(
-        self, sentences: Iterable[str | Sentence], beam_size: int | None = None, **options: Any
+        self,
+        sentences: Iterable[str | Sentence],
+        beam_size: int | None = None,
+        *,
+        show_progress: bool = False,
+        **options: Unpack[DecodeOptions],
     ) -> list[str]: ...
 
     def translate(
         self,
         sentences: str | Sentence | Iterable[str | Sentence],
         beam_size: int | None = None,
-        **options: Any,
+        *,
+        show_progress: bool = False,
+        **options: Unpack[DecodeOptions],
     ) -> str | list[str]:
         """Returns the best translation of a sentence, or of each sentence of a list.
 
@@ -131,18 +142,38 @@ class Translator:
         if "n_best" in options:
             raise TypeError("n_best: translate returns the best translation; use translate_n_best")
         given = _as_sentences(sentences)
-        lists = self.translate_n_best(given, 1, beam_size=beam_size, scores=False, **options)
+        lists = self.translate_n_best(
+            given, 1, beam_size=beam_size, scores=False, show_progress=show_progress, **options
+        )
         texts = [hypotheses[0].text for hypotheses in lists]
         return texts[0] if isinstance(sentences, str | Sentence) else texts
 
     @overload
-    def translate_n_best(
-        self, sentences: str | Sentence, n_best: int | None = None, **options: Any
+    def translate_n_best(  # type: ignore[overload-overlap]
+        self,
+        sentences: str | Sentence,
+        n_best: int | None = None,
+        *,
+        beam_size: int | None = None,
+        unit: AlignmentUnit | None = None,
+        attention: bool = False,
+        scores: bool = True,
+        show_progress: bool = False,
+        **options: Unpack[DecodeOptions],
     ) -> list[Hypothesis]: ...
 
     @overload
     def translate_n_best(
-        self, sentences: Iterable[str | Sentence], n_best: int | None = None, **options: Any
+        self,
+        sentences: Iterable[str | Sentence],
+        n_best: int | None = None,
+        *,
+        beam_size: int | None = None,
+        unit: AlignmentUnit | None = None,
+        attention: bool = False,
+        scores: bool = True,
+        show_progress: bool = False,
+        **options: Unpack[DecodeOptions],
     ) -> list[list[Hypothesis]]: ...
 
     def translate_n_best(
@@ -150,17 +181,19 @@ class Translator:
         sentences: str | Sentence | Iterable[str | Sentence],
         n_best: int | None = None,
         *,
+        beam_size: int | None = None,
         unit: AlignmentUnit | None = None,
         attention: bool = False,
         scores: bool = True,
         show_progress: bool = False,
-        **options: Any,
+        **options: Unpack[DecodeOptions],
     ) -> list[Hypothesis] | list[list[Hypothesis]]:
         """Returns the best translations of a sentence, or of each sentence of a list.
 
         Args:
           sentences: a sentence, or an iterable of sentences in any order and of any length.
           n_best: number of translations per sentence; fewer if there are not so many.
+          beam_size: number of hypotheses; None = as configured.
           unit: the unit to align; None = no alignment.
           attention: whether to return the attention from which alignments are computed.
           scores: whether to return scores and log-probabilities; greedy search is faster without.
@@ -177,7 +210,9 @@ class Translator:
             sentence cannot be met, or the parameters are not finite.
         """
         given = _as_sentences(sentences)
-        decoder = self._decoder({**options, "n_best": n_best}, unit, attention, scores)
+        decoder = self._decoder(
+            {**options, "beam_size": beam_size, "n_best": n_best}, unit, attention, scores
+        )
         finished = track(
             decoder.translate(given),
             "Translating",
@@ -193,11 +228,13 @@ class Translator:
         self,
         sentences: Iterable[str | Sentence],
         *,
+        n_best: int | None = None,
+        beam_size: int | None = None,
         unit: AlignmentUnit | None = None,
         attention: bool = False,
         scores: bool = True,
         advance: Callable[[], object] = lambda: None,
-        **options: Any,
+        **options: Unpack[DecodeOptions],
     ) -> Iterator[list[Hypothesis]]:
         """Yields the best translations of each sentence, in the order of the sentences.
 
@@ -207,7 +244,8 @@ class Translator:
         possibly earlier; other arguments and errors are those of `translate_n_best`.
         """
         given = _checked(sentences)
-        decoder = self._decoder(options, unit, attention, scores)
+        chosen = {**options, "beam_size": beam_size, "n_best": n_best}
+        decoder = self._decoder(chosen, unit, attention, scores)
 
         def finished(window: Sequence[Sentence]) -> Iterator[tuple[int, list[Hypothesis]]]:
             for result in decoder.translate(window):
@@ -218,7 +256,7 @@ class Translator:
         return itertools.chain.from_iterable(in_order(finished(window)) for window in grouped)
 
     def _decoder(
-        self, options: dict[str, Any], unit: AlignmentUnit | None, attention: bool, scores: bool
+        self, options: Mapping[str, Any], unit: AlignmentUnit | None, attention: bool, scores: bool
     ) -> SentenceDecoder:
         decode = with_options(self.decode, options)
         key = (decode, unit, attention, scores)
@@ -267,14 +305,17 @@ def translate(
     params: Any,
     tokenizers: Tokenizers,
     sentences: Iterable[str | Sentence],
-    **search_options: Any,
+    beam_size: int | None = None,
+    **options: Unpack[DecodeOptions],
 ) -> list[str]:
     """Returns the best translation of each sentence.
 
     For translations during training. Another call with the same configuration, search options and
     row lengths compiles nothing, also with other parameters. `Translator`, which has the same
     arguments, keeps parameters between calls, and returns scores, alignments and several
-    translations. Sharded parameters are gathered: if processes share them, all must make the call.
+    translations. Sharded parameters are gathered on one device if they leave half of its memory,
+    and stay sharded otherwise (`devices_per_model`): if processes share them, all must make the
+    call, with the same sentences.
 
     >>> translate(config, params, tokenizers, ["three small dogs"], beam_size=1)
     ['drei kleine Hunde']
@@ -285,7 +326,8 @@ def translate(
         range or does not fit the model, or the constraints of a sentence cannot be met.
     """
     given = list(_checked(sentences))
-    return Translator(config, params, tokenizers).translate(given, **search_options)
+    decode = DecodeConfig(devices_per_model=options.get("devices_per_model") or 0)
+    return Translator(config, params, tokenizers, decode).translate(given, beam_size, **options)
 
 
 def window_characters(decode: DecodeConfig) -> int:

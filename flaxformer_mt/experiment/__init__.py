@@ -13,7 +13,6 @@ separately:
 """
 
 import contextlib
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from flaxformer_mt.experiment.report import dry_run as dry_run
 from flaxformer_mt.experiment.report import report
 from flaxformer_mt.experiment.start import begin as begin
 from flaxformer_mt.experiment.start import open_folder as open_folder
-from flaxformer_mt.experiment.start import record
+from flaxformer_mt.experiment.start import record, recorded
 from flaxformer_mt.experiment.test import Tested
 from flaxformer_mt.interruption import Interruption, handle_signals
 from flaxformer_mt.remote.publishing import continue_from, publishing
@@ -41,10 +40,11 @@ from flaxformer_mt.runs.folder import require_shared
 from flaxformer_mt.runs.layout import METRICS
 from flaxformer_mt.standard_output import BestEffortOutput
 from flaxformer_mt.training.hooks import Hooks
-from flaxformer_mt.training.objective import UserObjective, name_of
+from flaxformer_mt.training.objective import UserObjective
+from flaxformer_mt.training.optimizer import UserOptimizer
 from flaxformer_mt.training.reporting.console import make_console, print_labelled
 from flaxformer_mt.training.reporting.metrics import Writer
-from flaxformer_mt.training.reporting.trackers import Tracker, default_writers
+from flaxformer_mt.training.reporting.trackers import Tracker
 from flaxformer_mt.urls import require_local
 
 
@@ -54,6 +54,7 @@ def train(
     *,
     objective: UserObjective | None = None,
     frozen: Any = None,
+    optimizer: UserOptimizer | None = None,
     hooks: Hooks | None = None,
     writers: Sequence[Writer | Tracker] = (),
     console: Console | None = None,
@@ -85,12 +86,21 @@ def train(
 
         train("configs/quickstart.py", "runs/per-sentence", objective=per_sentence)
 
+    An optimizer is given as a function of the configured learning rate schedule. Its name, options
+    and constants are recorded likewise.
+
+        lion = functools.partial(optax.lion, b1=0.95, b2=0.98)
+        train("configs/quickstart.py", "runs/lion", optimizer=lion)
+
     Args:
       config: the configuration, or the path of a configuration file.
       workdir: the run folder; created if missing.
       objective: computes what is minimized, as `objective(config, params, batch, key, frozen)`,
         and returns `Sums`; `config` is that of the model. None = that of the configuration.
       frozen: a tree that the objective reads and that is not trained; sharded like parameters.
+      optimizer: makes the optimizer, as `optimizer(schedule)`, where the schedule gives the rate
+        of each update; `fmt.per_layer` is for one that is not elementwise. Of the configuration's
+        optimizer, it has the learning rate and `clip_norm`. None = that of the configuration.
       hooks: called after the steps, in every process.
       writers: receive the metrics; see `metrics.Writer`, and `trackers.Tracker` for those
         that get configuration and translations, too.
@@ -116,9 +126,7 @@ def train(
     console = console or make_console(
         BestEffortOutput(f"training goes on without it, and {workdir / METRICS} has all metrics")
     )
-    if objective is not None:
-        train_config = dataclasses.replace(config.train, objective=name_of(objective))
-        config = dataclasses.replace(config, train=train_config)
+    config = recorded(config, objective, optimizer)
     checks.check_memory(config)
     if publish:
         with distributed.first_process_first("published run") as is_first:
@@ -131,13 +139,18 @@ def train(
         else contextlib.nullcontext(),
     ):
         parts = prepare(
-            config, folder, objective=objective, frozen=frozen, accept_changes=accept_changes
+            config,
+            folder,
+            objective=objective,
+            frozen=frozen,
+            optimizer=optimizer,
+            accept_changes=accept_changes,
         )
-        print_labelled(report(parts), console)
+        lines = report(parts)
+        print_labelled(lines, console)
         given = contextlib.nullcontext(interruption)
         with given if interruption else handle_signals() as handled:
-            all_writers = [*default_writers(config.train, folder, console.print), *writers]
-            fit(parts, folder, console, handled, all_writers, hooks)
+            fit(parts, folder, console, handled, writers, hooks)
         parts.validation.print_test(folder, console)
         if config.model.has_inputs:  # A language model does not translate.
             console.print(f"translate with: flaxformer-mt translate --run {folder} < source.txt")
@@ -150,6 +163,7 @@ def prepare(
     *,
     objective: UserObjective | None = None,
     frozen: Any = None,
+    optimizer: UserOptimizer | None = None,
     accept_changes: bool = False,
 ) -> Experiment:
     """Builds the parts of a new run, or of the run in a folder, and writes the run folder.
@@ -161,18 +175,20 @@ def prepare(
       workdir: the run folder.
       objective: as of `train`.
       frozen: as of `train`.
+      optimizer: as of `train`.
       accept_changes: as of `train`.
 
     Raises:
       UserError: as of `train`, but for too little memory.
     """
-    checks.check_config(config, has_objective=objective is not None)
+    config = recorded(config, objective, optimizer)
+    checks.check_config(config, objective, optimizer)
     folder = Path(workdir)
     with distributed.first_process_first("data") as is_first:
         if not is_first:
             require_shared(folder)
         start = begin(config, folder, accept_changes=accept_changes)
-        parts = Experiment(start, objective, frozen)
+        parts = Experiment(start, objective, frozen, optimizer)
         parts.make()
         if is_first:
             record(parts.start, parts.dataset)

@@ -4,6 +4,7 @@ Fields check their own bounds, and `config/relations.py` that they go together. 
 that need the devices, a run folder, text or a vocabulary, in the order in which these are known.
 """
 
+import functools
 from pathlib import Path
 
 import jax
@@ -18,56 +19,59 @@ from flaxformer_mt.config import (
 from flaxformer_mt.data.stream.batches import packed_shape
 from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers, read_tokenizers
-from flaxformer_mt.decoding.shortlist import require_shortlist
-from flaxformer_mt.errors import UserError
-from flaxformer_mt.model.attention import ATTENTION
+from flaxformer_mt.errors import UserError, prefixed
+from flaxformer_mt.input_files import open_regular
 from flaxformer_mt.model.functional import init
-from flaxformer_mt.model.layers import FEED_FORWARD
-from flaxformer_mt.model.logical_axes import require_divisor
 from flaxformer_mt.runs import step_folders
 from flaxformer_mt.runs.folder import ACCEPT, read_config
 from flaxformer_mt.training.devices import make_devices, seed_key
 from flaxformer_mt.training.memory import require_training_memory
-from flaxformer_mt.training.objective import CROSS_ENTROPY
-from flaxformer_mt.training.optimizer import make_schedule
+from flaxformer_mt.training.objective import CROSS_ENTROPY, UserObjective
+from flaxformer_mt.training.optimizer import UserOptimizer, make_optimizer, make_schedule
 from flaxformer_mt.training.parameters import split
-from flaxformer_mt.training.warm_start import require_vocabulary
 
 
-def check_config(config: ExperimentConfig, has_objective: bool = False) -> None:
-    """Checks what needs only the configuration and the devices.
-
-    `has_objective`: whether an objective is given as a function.
-    """
-    if config.train.objective != CROSS_ENTROPY and not has_objective:
+def check_config(
+    config: ExperimentConfig,
+    objective: UserObjective | None = None,
+    optimizer: UserOptimizer | None = None,
+) -> None:
+    """Checks what needs only the configuration, the functions given with it, and the devices."""
+    model, train = config.model, config.train
+    if train.objective != CROSS_ENTROPY and objective is None:
         raise UserError(
-            f"train.objective={config.train.objective} is the name of a function: start and "
+            f"train.objective={train.objective} is the name of a function: start and "
             "continue the run from Python, with flaxformer_mt.train(config, workdir, "
             "objective=FUNCTION)"
         )
-    check_precision(config.model)
+    check_precision(model)
     check_devices(config.parallel)
-    check_rows(config)
-    make_schedule(config.optimizer, config.model.d_model, config.train.num_steps)
-    if config.train.freeze:
+    make_devices(config.parallel)
+    schedule = make_schedule(config.optimizer, model.d_model, train.num_steps)
+    make_optimizer(config.optimizer, schedule, optimizer)
+    if train.freeze:
         # The sizes of the vocabularies are not known yet.
-        model = with_vocabulary_sizes(config.model, 1, 1)
-        split(jax.eval_shape(lambda: init(model, seed_key(0))), config.train.freeze)
-    ATTENTION.of(config.model.attention_kind)
-    FEED_FORWARD.of(config.model.feed_forward_kind)
-    for name, heads in (
-        ("num_heads", config.model.num_heads),
-        ("num_kv_heads", config.model.kv_heads),
-    ):
-        require_divisor(config.parallel.tensor, heads, f"model.{name}", "tensor")
-    packed_shape(config)
+        initialize = functools.partial(init, with_vocabulary_sizes(model, 1, 1))
+        split(jax.eval_shape(initialize, seed_key(0)), train.freeze)
+    rows, _, row_length = packed_shape(config)
+    shards = (config.parallel.num_devices or jax.device_count()) // config.parallel.tensor
+    if rows % (shards * train.accumulation_steps):  # Short buckets have a multiple of these rows.
+        raise UserError(
+            f"the {rows} rows of a batch (train.batch_tokens={train.batch_tokens} / "
+            f"{row_length} tokens of a target row) cannot be divided evenly among {shards} devices "
+            f"(parallel.num_devices / parallel.tensor) times {train.accumulation_steps} parts "
+            f"(train.accumulation_steps): make train.batch_tokens a multiple of "
+            f"{shards * train.accumulation_steps * row_length}"
+        )
     if config.decode.shortlist:
-        require_shortlist(config.decode.shortlist)
+        with prefixed(f"decode.shortlist={config.decode.shortlist}: "):
+            open_regular(config.decode.shortlist).close()
 
 
 def check_memory(config: ExperimentConfig) -> None:
     """Checks that the devices have the memory that training needs at the very least."""
-    require_training_memory(config, make_devices(config.parallel))
+    devices = make_devices(config.parallel)
+    require_training_memory(config, devices)
 
 
 def check_one_process(option: str) -> None:
@@ -110,22 +114,6 @@ def check_devices(parallel: ParallelConfig) -> None:
         raise UserError(
             f"parallel.tensor={tensor} does not fit processes of {local} devices: one has to be a "
             "multiple of the other"
-        )
-    make_devices(parallel)
-
-
-def check_rows(config: ExperimentConfig) -> None:
-    """Checks that devices can share out the rows of a batch."""
-    rows, row_length = config.rows_per_batch, config.data.row_lengths[1]
-    shards = (config.parallel.num_devices or jax.device_count()) // config.parallel.tensor
-    parts = config.train.accumulation_steps
-    if rows % (shards * parts):  # Short buckets have a multiple of these rows.
-        raise UserError(
-            f"the {rows} rows of a batch (train.batch_tokens={config.train.batch_tokens} / "
-            f"{row_length} tokens of a target row) cannot be divided evenly among {shards} devices "
-            f"(parallel.num_devices / parallel.tensor) times {parts} parts "
-            f"(train.accumulation_steps): make train.batch_tokens a multiple of "
-            f"{shards * parts * row_length}"
         )
 
 
@@ -172,7 +160,7 @@ _NEW_START = (
 
 def check_vocabulary(config: ExperimentConfig, tokenizers: Tokenizers) -> None:
     """Checks the vocabularies of a new run, whose special tokens the configuration has."""
-    model, data, init_from = config.model, config.data, config.train.init_from
+    model, data = config.model, config.data
     source, target = tokenizers.source, tokenizers.target
     # In published vocabularies, the same ids may be read by two tokenizers.
     is_own = isinstance(source, SentencePieceTokenizer)
@@ -182,7 +170,5 @@ def check_vocabulary(config: ExperimentConfig, tokenizers: Tokenizers) -> None:
             "a vocabulary of its own: set model.tie_embeddings=target_output or none, or use one "
             "vocabulary (data.joint_vocabulary=True, or one file as data.tokenizer_path)"
         )
-    if init_from and data.tokenizer_path not in ("", init_from):
-        require_vocabulary(init_from, tokenizers)
     if data.subword_sampling:
         source.sample([], 0, data.subword_sampling)  # Some vocabularies cannot.

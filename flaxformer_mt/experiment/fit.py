@@ -27,11 +27,11 @@ from flaxformer_mt.objectives.cross_entropy import Objective
 from flaxformer_mt.runs import changes
 from flaxformer_mt.runs.checkpoint import Checkpoints
 from flaxformer_mt.runs.folder import with_first_schedule
-from flaxformer_mt.training import continuation, devices, loop, warm_start
+from flaxformer_mt.training import continuation, devices, loop
 from flaxformer_mt.training.devices import CompiledStep, RunDevices, make_devices, seed_key
 from flaxformer_mt.training.hooks import Hooks, SavedFirst
 from flaxformer_mt.training.objective import UserObjective, make_objective
-from flaxformer_mt.training.optimizer import make_optimizer, make_schedule
+from flaxformer_mt.training.optimizer import UserOptimizer, make_optimizer, make_schedule
 from flaxformer_mt.training.parameters import Params
 from flaxformer_mt.training.reporting import trackers
 from flaxformer_mt.training.reporting.console import ConsoleWriter, is_notebook, make_console
@@ -41,6 +41,7 @@ from flaxformer_mt.training.reporting.progress import Progress
 from flaxformer_mt.training.reporting.trackers import Tracker
 from flaxformer_mt.training.state import TrainState, create_state
 from flaxformer_mt.training.step import train_step
+from flaxformer_mt.training.warm_start import WarmStart, load_teacher, start_from, with_moments
 
 _LESS_MEMORY = (
     "set model.remat=full, or parallel.fsdp with several devices; a new run can also have more "
@@ -48,28 +49,19 @@ _LESS_MEMORY = (
 )
 
 
-def _schedule(config: ExperimentConfig) -> optax.Schedule:
-    return make_schedule(config.optimizer, config.model.d_model, config.train.num_steps)
-
-
-def _state_maker(
-    config: ExperimentConfig, optimizer: optax.GradientTransformation
-) -> Callable[[jax.Array], TrainState]:
-    model = Transformer(config.model)
-    return functools.partial(create_state, model=model, optimizer=optimizer, config=config.train)
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Experiment:
     """The parts of an experiment, each of which is made when it is first asked for.
 
     `own_objective`, if given, is minimized instead of that of the configuration, and `own_frozen`
-    is its last argument; `own_schedule` takes the place of the configured learning rates.
+    is its last argument; `own_optimizer` makes the optimizer if the configuration names no built-in
+    one, and `own_schedule` takes the place of the configured learning rates.
     """
 
     start: Start
     own_objective: UserObjective | None = None
     own_frozen: Any = None
+    own_optimizer: UserOptimizer | None = None
     own_schedule: optax.Schedule | None = None
 
     def make(self) -> None:
@@ -109,17 +101,27 @@ class Experiment:
     @functools.cached_property
     def schedule(self) -> optax.Schedule:
         """From the number of updates made to the learning rate."""
-        return self.own_schedule or _schedule(self.config)
+        if self.own_schedule is not None:
+            return self.own_schedule
+        config = self.config
+        return make_schedule(config.optimizer, config.model.d_model, config.train.num_steps)
 
     @functools.cached_property
     def optimizer(self) -> optax.GradientTransformation:
         """The optimizer with its schedule."""
-        return make_optimizer(self.config.optimizer, self.schedule)
+        return make_optimizer(self.config.optimizer, self.schedule, self.own_optimizer)
+
+    @property
+    def _make_state(self) -> Callable[[jax.Array], TrainState]:
+        return functools.partial(
+            create_state, model=self.model, optimizer=self.optimizer, config=self.config.train
+        )
 
     @functools.cached_property
     def state_shapes(self) -> TrainState:
-        """The shapes and dtypes of the state."""
-        return jax.eval_shape(_state_maker(self.config, self.optimizer), seed_key(0))
+        """The shapes, dtypes and shardings of the state."""
+        shapes = jax.eval_shape(self._make_state, seed_key(0))
+        return devices.abstract(shapes, self.devices.mesh, self.devices.rules)
 
     @functools.cached_property
     def validation(self) -> Validation:
@@ -131,7 +133,7 @@ class Experiment:
         if self.own_objective is not None:
             return functools.partial(self.own_objective, self.config.model), self.own_frozen
         train = self.config.train
-        teacher, frozen = warm_start.load_teacher(train.teacher, self.dataset.tokenizers)
+        teacher, frozen = load_teacher(train.teacher, self.dataset.tokenizers)
         return make_objective(self.model, train, teacher), frozen
 
     @functools.cached_property
@@ -142,8 +144,9 @@ class Experiment:
             train_step, objective=objective, optimizer=self.optimizer, config=self.config.train
         )
 
-    def compile_train_step(self) -> CompiledStep:
-        """Compiles the training step for the devices and the shapes of the batches."""
+    @functools.cached_property
+    def compiled_step(self) -> CompiledStep:
+        """The training step, for the devices and the shapes of the batches."""
         return self.devices.compile_train_step(
             self.train_step,
             seed=self.config.train.seed,
@@ -157,36 +160,21 @@ class Experiment:
         train = self.config.train
         if not train.init_from:
             return None, {}
-        params = warm_start.load_parameters(
-            train.init_from, self.config.model, self.state_shapes.params
-        )
-        return params, warm_start.load_moments(train.init_from) if train.init_optimizer else {}
+        start = WarmStart(train.init_from)
+        params = start.parameters(self.config.model, self.state_shapes.params)
+        return params, start.moments() if train.init_optimizer else {}
 
     def initial_state(self, announce: Callable[[str], None] = print) -> TrainState:
         """Creates the state before the first step, on the devices."""
-        mesh, rules = self.devices.mesh, self.devices.rules
-        make_state, seed = _state_maker(self.config, self.optimizer), self.config.train.seed
-        state = devices.create(make_state, mesh, seed=seed, rules=rules)
+        mesh, rules, train = self.devices.mesh, self.devices.rules, self.config.train
+        state = devices.create(self._make_state, mesh, seed=train.seed, rules=rules)
         params, moments = self.loaded
-        if params is not None:
-            state = warm_start.start_from(state, params, mesh, rules)
         if moments:
-            opt_state, differing = warm_start.with_moments(state.opt_state, moments)
+            opt_state, differing = with_moments(state.opt_state, moments)
             state = dataclasses.replace(state, opt_state=opt_state)
             new = f"; these begin anew: {', '.join(differing)}" if differing else ""
-            announce(f"the optimizer's moments are those of {self.config.train.init_from}{new}")
-        return state
-
-    def abstract_state(self, config: ExperimentConfig | None = None) -> TrainState:
-        """Returns the shapes, dtypes and shardings of the state, to restore a checkpoint into.
-
-        `config` is an earlier configuration of the run, with which the checkpoint was written.
-        """
-        shapes = self.state_shapes
-        if config is not None:
-            optimizer = make_optimizer(config.optimizer, _schedule(config))
-            shapes = jax.eval_shape(_state_maker(config, optimizer), seed_key(0))
-        return devices.abstract(shapes, self.devices.mesh, self.devices.rules)
+            announce(f"the optimizer's moments are those of {train.init_from}{new}")
+        return state if params is None else start_from(state, params, mesh, rules)
 
     def stream(self, position: DataPosition) -> Prefetched[Batch]:
         """Returns an iterator of batches on the devices, from a position in the data."""
@@ -199,36 +187,15 @@ def fit(
     workdir: str | Path,
     console: Console | None = None,
     interruption: Interruption | None = None,
-    writers: Sequence[Writer | Tracker] | None = None,
+    writers: Sequence[Writer | Tracker] = (),
     hooks: Hooks | None = None,
 ) -> None:
     """Trains from the newest checkpoint, or from the start, and writes checkpoints and metrics.
 
-    Arguments and errors as of `train`; `writers` are by default the `default_writers`, and the
-    console comes in addition.
+    Arguments and errors as of `train`.
     """
     config, console, workdir = experiment.config.train, console or make_console(), Path(workdir)
-    if writers is None:
-        writers = trackers.default_writers(config, workdir, console.print)
     several, in_notebook = jax.process_count() > 1, is_notebook()
-    display = ConsoleWriter(
-        config.num_steps,
-        Console(quiet=True) if in_notebook else console,
-        experiment.dataset.training.batches_per_epoch,
-    )
-    told = [each for each in writers if isinstance(each, Tracker)]
-    told += [NotebookProgress()] if in_notebook else []
-    tracking = trackers.Trackers(told if distributed.is_main() else [], console.print)
-    untracked = [each for each in writers if not isinstance(each, Tracker)]
-    all_writers = [*untracked, tracking, display] if distributed.is_main() else []
-
-    def validated(params: Params, step: int) -> dict[str, Any]:
-        display.validating()
-        metrics, samples = experiment.validation.validate(params)
-        display.translated(samples)
-        tracking.tell("translated", step, samples)
-        return metrics
-
     with contextlib.ExitStack() as stack:
         stack.enter_context(explained_exhaustion("training", _LESS_MEMORY))
         checkpoints = stack.enter_context(
@@ -237,8 +204,26 @@ def fit(
             )
         )
         state, progress, lines = state_to_go_on_from(experiment, checkpoints, console.print)
-        compiled = experiment.compile_train_step()
-        compiled.on_compile = display.compiling
+        writers = [*trackers.default_writers(config, workdir, console.print), *writers]
+        told = [each for each in writers if isinstance(each, Tracker)]
+        told += [NotebookProgress()] if in_notebook else []
+        tracking = trackers.Trackers(told if distributed.is_main() else [], console.print)
+        display = ConsoleWriter(
+            config.num_steps,
+            Console(quiet=True) if in_notebook else console,
+            experiment.dataset.training.batches_per_epoch,
+        )
+        untracked = [each for each in writers if not isinstance(each, Tracker)]
+        all_writers = [*untracked, tracking, display] if distributed.is_main() else []
+        experiment.compiled_step.on_compile = display.compiling
+
+        def validated(params: Params, step: int) -> dict[str, Any]:
+            display.validating()
+            metrics, samples = experiment.validation.validate(params)
+            display.translated(samples)
+            tracking.tell("translated", step, samples)
+            return metrics
+
         is_interrupted = stack.enter_context(
             contextlib.nullcontext(lambda step: False)
             if interruption is None
@@ -249,8 +234,8 @@ def fit(
         after_step.add_hook(lambda info: display.after_step(info.step, info.sums))
         after_step.add_hook(lambda info: is_interrupted(info.step))
         after_step.add_hook(user)
-        system = trackers.system_facts(experiment.devices.devices)
-        tracking.tell("begin", workdir, to_dict(experiment.config) | {"system": system})
+        values = to_dict(experiment.config) | {"system": experiment.devices.facts}
+        tracking.tell("begin", workdir, values)
         with contextlib.ExitStack() as closing:
             for writer in all_writers:
                 closing.callback(writer.close)
@@ -261,7 +246,7 @@ def fit(
                 loop.train(
                     state,
                     progress,
-                    train_step=compiled,
+                    train_step=experiment.compiled_step,
                     stream=experiment.stream,
                     evaluate=validated,
                     schedule=experiment.schedule,
@@ -292,20 +277,20 @@ def state_to_go_on_from(
     """
     latest, folder = checkpoints.latest_step(), checkpoints.run_folder
     history = changes.read(folder)
+    lines = changes.missing_lines(folder, history, latest or 0)
     if latest is None:
-        lines = changes.missing_lines(folder, history, 0)
         return experiment.initial_state(announce), Progress(), lines
-    lines = changes.missing_lines(folder, history, latest)
     pending = [each for each in history if each["step"] >= latest]
-    like = experiment.abstract_state()
     if not pending:
-        state, saved = checkpoints.restore(like)
+        state, saved = checkpoints.restore(experiment.state_shapes)
         return state, Progress.from_json(saved), lines
-    earlier = experiment.abstract_state(changes.before(experiment.config, pending))
     for entry in pending:
         announce(f"changed after step {entry['step']:,}: {changes.described(entry)}")
     if continuation.begins_epoch(pending):
         announce("the data begin with a new epoch")
+    before = changes.before(experiment.config, pending)
+    like, own_optimizer = experiment.state_shapes, experiment.own_optimizer
+    earlier = continuation.earlier_state(before, experiment.devices, own_optimizer)
     if not continuation.keeps_optimizer(earlier, like):
         announce("the optimizer's state begins anew, but for its count of updates")
     state, saved = checkpoints.restore(earlier)

@@ -20,7 +20,7 @@ from flaxformer_mt.errors import UserError
 from flaxformer_mt.experiment import checks
 from flaxformer_mt.experiment.fit import Experiment
 from flaxformer_mt.experiment.report import report
-from flaxformer_mt.experiment.start import begin
+from flaxformer_mt.experiment.start import begin, recorded
 from flaxformer_mt.runs import atomic
 from flaxformer_mt.training.optimizer import make_schedule
 from flaxformer_mt.training.reporting.console import make_console, print_labelled
@@ -66,6 +66,7 @@ def find_learning_rate(
     """
     workdir, console = Path(workdir), console or make_console()
     checks.check_one_process("--find-learning-rate")
+    config = recorded(config)
     checks.check_config(config)
     checks.check_memory(config)
     rates = np.geomspace(LOWEST, HIGHEST, steps)
@@ -95,7 +96,7 @@ def find_learning_rate(
 
 def _losses(experiment: Experiment, steps: int) -> Iterator[float]:
     """Trains with one rate per step; yields the losses, as long as they are finite."""
-    state, step = experiment.initial_state(), experiment.compile_train_step()
+    state, step = experiment.initial_state(), experiment.compiled_step
     with experiment.stream(DataPosition()) as batches:
         for _ in range(steps):
             batch, _ = next(batches)

@@ -6,12 +6,14 @@ from pathlib import Path
 from rich.console import Console
 
 from flaxformer_mt.config import ExperimentConfig
-from flaxformer_mt.errors import UserError
+from flaxformer_mt.data.stream.pair_fields import TEXT
+from flaxformer_mt.errors import UserError, prefixed
 from flaxformer_mt.experiment import checks
 from flaxformer_mt.experiment.fit import Experiment
-from flaxformer_mt.experiment.start import begin
+from flaxformer_mt.experiment.start import begin, recorded
 from flaxformer_mt.interop.exports import exports, summary
 from flaxformer_mt.runs import atomic
+from flaxformer_mt.training.devices import RULES_OPTION
 from flaxformer_mt.training.memory import abstract_batch, step_cost
 from flaxformer_mt.training.parameters import describe
 from flaxformer_mt.training.reporting.console import make_console, print_labelled
@@ -32,12 +34,13 @@ def report(parts: Experiment) -> Iterator[tuple[str, str]]:
     if config.train.label_smoothing:
         smoothing = f"with label smoothing of {config.train.label_smoothing:g}"
         yield "loss", f"{smoothing}; the perplexity is exp(loss) without it"
+    yield "exports", summary(config.model, parts.dataset.tokenizers.has_sentencepiece)
     mesh = parts.devices.mesh
     axes = " x ".join(f"{size} {axis}" for axis, size in mesh.shape.items())
     yield "devices", f"{mesh.size} {parts.devices.devices[0].platform} ({axes})"
-    for line in check_rules(params, mesh.shape, parts.devices.rules):
-        yield "sharding", line
-    yield "exports", summary(config.model, parts.dataset.tokenizers.has_sentencepiece)
+    with prefixed(RULES_OPTION):
+        uneven = check_rules(params, mesh.shape, parts.devices.rules)
+    yield from (("sharding", line) for line in uneven)
 
 
 def export_obstacles(parts: Experiment) -> Iterator[tuple[str, str]]:
@@ -50,10 +53,11 @@ def export_obstacles(parts: Experiment) -> Iterator[tuple[str, str]]:
 
 def costs(parts: Experiment) -> Iterator[tuple[str, str]]:
     """Compiles the training step for each shape, and yields what it needs per device."""
-    step, state = parts.compile_train_step(), parts.abstract_state()
-    has_inputs, has_links = parts.config.model.has_inputs, bool(parts.config.data.alignments)
+    step, state = parts.compiled_step, parts.state_shapes
+    has_inputs = parts.config.model.has_inputs
+    fields = [name for name in parts.dataset.training.corpora[0].fields if name != TEXT]
     for shape in parts.dataset.training.shapes:
-        batch = parts.devices.abstract_batch(abstract_batch(shape, has_inputs, has_links))
+        batch = parts.devices.abstract_batch(abstract_batch(shape, has_inputs, fields))
         cost = step_cost(step.lower(state, batch).compile(), state, batch)
         rows = f"{shape.rows} x {shape.source_length} and {shape.target_length} tokens"
         yield "step", f"one compilation for {rows}: {cost}"
@@ -72,6 +76,7 @@ def dry_run(
     """
     workdir, console = Path(workdir), console or make_console()
     checks.check_one_process("--dry-run")
+    config = recorded(config)
     checks.check_config(config)
     atomic.require_writable(workdir)
     with atomic.temporary_folder() as cache:

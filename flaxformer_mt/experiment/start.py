@@ -15,12 +15,15 @@ from flaxformer_mt.data.stream.token_store import has_parts
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers, read_tokenizers
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.experiment import checks
-from flaxformer_mt.remote.reading import local_list
+from flaxformer_mt.model.functional import with_layer_options
 from flaxformer_mt.runs import atomic
 from flaxformer_mt.runs import folder as run_folder
 from flaxformer_mt.runs.data_file import HOLD_OUT, TOKENIZER
+from flaxformer_mt.runs.identity import name_of
 from flaxformer_mt.runs.layout import CACHE, CONFIG, CONTENT
-from flaxformer_mt.training.warm_start import require_parameters, tokenizer_path
+from flaxformer_mt.training.objective import CROSS_ENTROPY, UserObjective
+from flaxformer_mt.training.optimizer import UserOptimizer, with_optimizer
+from flaxformer_mt.training.warm_start import WarmStart
 
 
 @contextlib.contextmanager
@@ -78,6 +81,27 @@ class Start:
     is_new: bool
 
 
+def recorded(
+    given: ExperimentConfig,
+    objective: UserObjective | None = None,
+    optimizer: UserOptimizer | None = None,
+) -> ExperimentConfig:
+    """Returns a configuration that names functions given with it, and all options of layers.
+
+    Raises:
+      TypeError: `optimizer` does not make an optimizer.
+      UserError: a function has no name, or that of a built-in one; a layer is not registered.
+    """
+    train, own = given.train, given.optimizer
+    if objective is not None:
+        name = name_of(objective, "objective", [CROSS_ENTROPY])
+        train = dataclasses.replace(train, objective=name)
+    if optimizer is not None:
+        own = with_optimizer(own, optimizer)
+    model = with_layer_options(given.model)
+    return dataclasses.replace(given, model=model, train=train, optimizer=own)
+
+
 def begin(
     given: ExperimentConfig,
     workdir: str | Path,
@@ -98,24 +122,28 @@ def begin(
     """
     folder = Path(workdir)
     cache = cache or folder / CACHE
-    if run_folder.has_run(folder):
-        return continued_run(given, folder, cache, accept_changes)
-    return new_run(given, folder, cache)
+    if not run_folder.has_run(folder):
+        return new_run(given, folder, cache)
+    return continued_run(given, folder, cache, accept_changes)
 
 
 def new_run(given: ExperimentConfig, folder: Path, cache: Path) -> Start:
     """Starts a run, with the vocabulary that it is given or learns."""
     given.require(EFFECTS)
-    require_parameters(given.train.init_from, given.model)
-    path = tokenizer_path(given)
+    vocabulary, warm_start = "", None
+    if given.train.init_from:
+        warm_start = WarmStart(given.train.init_from)
+        warm_start.check(given.model)
+        if not given.data.tokenizer_path:
+            vocabulary = warm_start.tokenizer_path()
     text = RunText(given, cache)
     text.check_not_blank()
     text.check_languages()
-    if path:
-        run_folder.check_vocabulary(local_list(path))
-    tokenizers = text.vocabularies(path)
+    tokenizers = text.vocabularies(vocabulary)
     config = text.with_ids(tokenizers)
     checks.check_vocabulary(config, tokenizers)
+    if warm_start and not vocabulary:
+        warm_start.check_vocabulary(tokenizers)
     return Start(config, folder, text, tokenizers, is_new=True)
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from flaxformer_mt import distributed
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.data.dataset import Dataset
-from flaxformer_mt.data.stream.batches import evaluation_batches
+from flaxformer_mt.data.stream.batches import whole_batches
 from flaxformer_mt.data.stream.placement import own_shard, row_shards
 from flaxformer_mt.decoding.batching.workers import decoding_on
 from flaxformer_mt.decoding.parameters import on_one_device
@@ -50,11 +50,11 @@ class Validation:
         self._dataset = dataset
         self._devices, mesh = devices, devices.mesh
         self._batches = {
-            split: evaluation_batches(evaluated.tokens, config, row_shards(mesh), own_shard(mesh))
+            split: whole_batches(evaluated.tokens, config, row_shards(mesh), own_shard(mesh))
             for split, evaluated in dataset.evaluation_sets.items()
         }
-        placed = itertools.chain.from_iterable(self._batches.values())
-        shapes = {str(jax.tree.map(np.shape, batch)) for batch in placed}
+        batches = itertools.chain.from_iterable(self._batches.values())
+        shapes = {str(jax.tree.map(np.shape, batch)) for batch in batches}
         self._eval_step = devices.compile_eval_step(
             functools.partial(eval_step, model=Transformer(config.model), config=config.train),
             len(shapes),
@@ -140,6 +140,9 @@ class Validation:
         if self._config.parallel.num_devices:
             decode = decoding_on(self._devices.devices, decode)
         translator = Translator(self._config.model, params, self._dataset.tokenizers, decode)
+        leaves = jax.tree.leaves(translator.models[0][1])
+        if not all(leaf.is_fully_addressable for leaf in leaves):  # All compute together.
+            return translator.translate(sources, show_progress=show_progress)
         own = translator.translate(distributed.share_out(sources), show_progress=show_progress)
         return distributed.gather_texts(own)
 

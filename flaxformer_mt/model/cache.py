@@ -38,14 +38,25 @@ class KeyValueCache:
         return self.value.shape[3] != 1  # Not `> 1`: an exported model's W is a symbol.
 
     def append(self, new: KeyValue, positions: Int[Array, "B"]) -> "KeyValueCache":
-        """Stores keys [B, G, W, K] and values [B, G, W, U] of a token per hypothesis, below P."""
-        rows = jnp.arange(positions.shape[0])
+        """Stores keys [B, G, N * W, K] and values [B, G, N * W, U] of N tokens per hypothesis.
+
+        `positions` are those of the first ones; those of all are below P.
+        """
+        beams = self.value.shape[3]
+        number = new.key.shape[2] // beams
+
+        def by_token(x: Array) -> Array:  # [B, N, G, W, K]
+            return x.reshape(*x.shape[:2], number, beams, x.shape[3]).swapaxes(1, 2)
+
+        rows = jnp.arange(positions.shape[0])[:, None]
+        slots = positions[:, None] + jnp.arange(number, dtype=positions.dtype)  # [B, N]
         options: Any = {"mode": "promise_in_bounds", "unique_indices": True}
         if self._has_columns:
-            key = self.key.at[rows, :, :, positions].set(new.key.swapaxes(2, 3), **options)
+            columns = by_token(new.key).swapaxes(3, 4)
+            key = self.key.at[rows, :, :, slots].set(columns, **options)
         else:
-            key = self.key.at[rows, :, positions].set(new.key, **options)
-        value = self.value.at[rows, :, positions].set(new.value, **options)
+            key = self.key.at[rows, :, slots].set(by_token(new.key), **options)
+        value = self.value.at[rows, :, slots].set(by_token(new.value), **options)
         return dataclasses.replace(self, key=key, value=value)
 
     def joined(self) -> KeyValue:

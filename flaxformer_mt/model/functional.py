@@ -5,26 +5,35 @@ Examples assume `import flaxformer_mt as fmt`, `import jax` and `import jax.nump
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import errors as flax_errors
 from flax import linen as nn
 from flax.traverse_util import flatten_dict
 from jax import Array
 from jaxtyping import Float, Int
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.errors import UserError
-from flaxformer_mt.model.attention import scaled_dot_product_attention
+from flaxformer_mt.errors import UserError, first_line
+from flaxformer_mt.model.attention import ATTENTION, scaled_dot_product_attention
 from flaxformer_mt.model.kernels import fused_attention as kernels
 from flaxformer_mt.model.kernels import gpu_refusal
+from flaxformer_mt.model.layers import FEED_FORWARD
 from flaxformer_mt.model.logical_axes import mesh_device_kind, mesh_platform
 from flaxformer_mt.model.masks import causal_mask, segment_mask
 from flaxformer_mt.model.normalization import has_fused_norm, layer_norm
 from flaxformer_mt.model.numerics import at_least_float32
 from flaxformer_mt.model.transformer import Transformer, require_segment_ids
+
+_WRONG_PARAMS = (
+    flax_errors.ScopeParamNotFoundError,
+    flax_errors.ScopeParamShapeError,
+    flax_errors.ApplyScopeInvalidVariablesStructureError,
+)
 
 
 def as_module(model: TransformerConfig | nn.Module) -> nn.Module:
@@ -46,6 +55,15 @@ def init(config: TransformerConfig | nn.Module, key: Array) -> dict[str, Any]:
     tokens = jnp.zeros((1, 1), jnp.int32)  # No parameter depends on their shape.
     source = tokens if module.config.has_inputs else None
     return module.init(key, source, tokens)["params"]
+
+
+def with_layer_options(config: TransformerConfig) -> TransformerConfig:
+    """Returns a configuration that names all options of registered layers, for a run to record."""
+    return dataclasses.replace(
+        config,
+        attention_kind=ATTENTION.resolved(config.attention_kind),
+        feed_forward_kind=FEED_FORWARD.resolved(config.feed_forward_kind),
+    )
 
 
 @functools.lru_cache(maxsize=64)
@@ -84,6 +102,32 @@ def parameter_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def require_params(config: TransformerConfig, params: Any, name: str = "params") -> None:
+    """Raises UserError unless a tree has all parameters of a model, in their shapes.
+
+    Further leaves are allowed. `name` says where the tree comes from.
+    """
+    if not isinstance(params, Mapping):
+        raise UserError(
+            f"{name}: not a model, which is nested dicts of arrays, but {type(params).__name__}"
+        )
+    expected, found = parameter_shapes(config), flatten_dict(params, sep="/")
+    missing = [path for path in expected if path not in found]
+    if missing:
+        others = f" and {len(missing) - 1} others are" if len(missing) > 1 else " is"
+        hint = '; give its entry "params"' if "params" in params else ""
+        raise UserError(
+            f"{name}: not the parameters of this model: {missing[0]}{others} missing; found "
+            f"{', '.join(sorted(map(str, params))) or 'nothing'}{hint}"
+        )
+    for path, shape in expected.items():
+        if found[path].shape != shape:
+            raise UserError(
+                f"{name}: not the parameters of this model: {path} has the shape "
+                f"{found[path].shape}, the model's configuration {shape}"
+            )
+
+
 def apply(
     config: TransformerConfig, params: Any, batch: Any, key: Array | None = None
 ) -> Float[Array, "B T V"]:
@@ -95,6 +139,9 @@ def apply(
         batch = {"encoder_input_tokens": source, "decoder_input_tokens": target}
         logits = fmt.apply(config, params, batch)  # [1, 2, 100]
 
+    The logits are differentiable in reverse mode, by `jax.grad` and `jax.vjp`. Lookups, norms and
+    kernels define their own gradients, so `jax.jvp` raises a TypeError of JAX.
+
     Args:
       config: the model.
       params: from `init`.
@@ -105,7 +152,8 @@ def apply(
       key: of `jax.random`, for dropout; None = no dropout.
 
     Raises:
-      UserError: the batch has no tokens, or positions without segment ids.
+      UserError: the batch has no tokens, or positions without segment ids, or the parameters are
+        those of another model.
     """
     return apply_to_batch(config, params, batch, key)
 
@@ -113,8 +161,20 @@ def apply(
 def apply_to_batch(
     model: TransformerConfig | nn.Module, params: Any, batch: Any, key: Array | None, **options: Any
 ) -> Any:
-    """Applies a model with other options of `Transformer.__call__`; arguments as of `apply`."""
+    """Applies a model with other options of `Transformer.__call__`; arguments as of `apply`.
+
+    With project=False, `UserError` if a module does not have that option.
+    """
     module = as_module(model)
+    arguments = inspect.signature(type(module).__call__).parameters.values()
+    if "project" in options and not any(
+        each.name == "project" or each.kind is each.VAR_KEYWORD for each in arguments
+    ):
+        raise UserError(
+            f"{type(module).__name__} has no argument `project`: this loss calls the model with "
+            "project=False, and needs what `Transformer` returns then, the factors of the logits "
+            "(`OutputFactors`)"
+        )
 
     def value(name: str) -> Array | None:
         return batch.get(name) if isinstance(batch, Mapping) else getattr(batch, name, None)
@@ -126,14 +186,19 @@ def apply_to_batch(
         require_segment_ids(side, value(f"{side}_segment_ids"), value(f"{side}_positions"))
         for name in (f"{side}_segment_ids", f"{side}_positions"):
             options[name] = value(name)
-    return module.apply(
-        {"params": params},
-        value("encoder_input_tokens") if has_inputs else None,
-        value("decoder_input_tokens"),
-        deterministic=key is None,
-        rngs=None if key is None else {"dropout": key},
-        **options,
-    )
+    try:
+        return module.apply(
+            {"params": params},
+            value("encoder_input_tokens") if has_inputs else None,
+            value("decoder_input_tokens"),
+            deterministic=key is None,
+            rngs=None if key is None else {"dropout": key},
+            **options,
+        )
+    except _WRONG_PARAMS as error:
+        if type(module) is Transformer:
+            require_params(module.config, params)
+        raise UserError(f"params: not the parameters of this model: {first_line(error)}") from error
 
 
 def fused_attention(

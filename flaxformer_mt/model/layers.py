@@ -235,15 +235,15 @@ class DecoderLayer(_Layer):
 
     def step(
         self,
-        x: Float[Array, "B W D"],
+        x: Float[Array, "B NW D"],
         cross: KeyValue | None,
         state: LayerState,
         token_positions: Int[Array, "B"],
-        visible: Bool[Array, "B 1 W PW"],
+        visible: Bool[Array, "B 1 NW PW"],
         cross_mask: Bool[Array, "B 1 1 S"] | None,
         positions: AttentionPositions | None,
-    ) -> tuple[Float[Array, "B W D"], LayerState, Float[Array, "B H W S"] | None]:
-        """Maps one token of W hypotheses per sentence, which share the keys of cross-attention."""
+    ) -> tuple[Float[Array, "B NW D"], LayerState, Float[Array, "B H NW S"] | None]:
+        """Maps N tokens of W hypotheses per sentence, which share the keys of cross-attention."""
 
         def recur(y: Array, _: bool) -> tuple[Array, RecurrentState]:
             y, memory = self.recurrence.step(y, cast(RecurrentState, state).memory, token_positions)
@@ -348,7 +348,7 @@ class Encoder(_Stack):
 
 
 class Decoder(_Stack):
-    """A stack of `num_decoder_layers` layers, for whole targets or one token per call."""
+    """A stack of `num_decoder_layers` layers, for whole targets or few tokens per call."""
 
     def setup(self) -> None:
         methods = {"__call__": (nn.broadcast,) * 6, "project_encoded": ()}
@@ -396,14 +396,14 @@ class Decoder(_Stack):
 
     def step(
         self,
-        x: Float[Array, "B W D"],
+        x: Float[Array, "B NW D"],
         cross: Sequence[KeyValue | None],
         states: Sequence[LayerState],
         token_positions: Int[Array, "B"],
-        visible: Bool[Array, "B 1 W PW"],
+        visible: Bool[Array, "B 1 NW PW"],
         cross_mask: Bool[Array, "B 1 1 S"] | None,
         positions: AttentionPositions | None,
-    ) -> tuple[Float[Array, "B W D"], tuple[LayerState, ...], Float[Array, "B H W S"] | None]:
+    ) -> tuple[Float[Array, "B NW D"], tuple[LayerState, ...], Float[Array, "B H NW S"] | None]:
         """Runs `DecoderLayer.step` of every layer, each with its own `cross` and state.
 
         The layers are unrolled, because a loop would copy the cache of every layer at every token.
@@ -411,7 +411,7 @@ class Decoder(_Stack):
         XLA moves it out of the loop over tokens.
 
         `token_positions` count the tokens of each sentence from 0. `positions` are those of the
-        tokens [B, 1] and of the cached keys [1, P * W].
+        tokens [B, N] and of the cached keys [1, P * W].
 
         Returns:
           The outputs in the compute dtype; the states including these tokens; the last layer's

@@ -92,14 +92,16 @@ def sentence_starts(segments: Int[Array, "B T"]) -> Bool[Array, "B T"]:
 
 
 def ancestor_mask(
-    ancestry: Int[Array, "B W P"], positions: Int[Array, "B"]
-) -> Bool[Array, "B 1 W PW"]:
+    ancestry: Int[Array, "B W P"], positions: Int[Array, "B"], number: Any = 1
+) -> Bool[Array, "B 1 NW PW"]:
     """Returns the mask of cached steps: each hypothesis attends to its own earlier tokens.
 
-    `ancestry` is that of `Cache`, `positions` are those of the queries. The keys [P * W] are, for
-    each position, those of all hypotheses.
+    `ancestry` is that of `Cache`, `positions` are those of the first of `number` queries of each
+    hypothesis. The keys [P * W] are, for each position, those of all hypotheses.
     """
     batch, beams, length = ancestry.shape
     own = ancestry[..., None] == jnp.arange(beams, dtype=jnp.int32)  # [B, W, P, W]
-    written = jnp.arange(length, dtype=jnp.int32) <= positions[:, None, None]  # [B, 1, P]
-    return (own & written[..., None]).reshape(batch, 1, beams, length * beams)
+    queries = positions[:, None] + jnp.arange(number, dtype=jnp.int32)  # [B, N]
+    written = jnp.arange(length, dtype=jnp.int32) <= queries[:, :, None, None]  # [B, N, 1, P]
+    mask = own[:, None] & written[..., None]  # [B, N, W, P, W]
+    return mask.reshape(batch, 1, number * beams, length * beams)

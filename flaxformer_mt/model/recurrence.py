@@ -55,13 +55,19 @@ class SSRU(nn.Module):
         return jax.nn.relu(memory).astype(x.dtype)
 
     def step(
-        self, x: Float[Array, "B W D"], memory: Float[Array, "B W D"], positions: Int[Array, "B"]
-    ) -> tuple[Float[Array, "B W D"], Float[Array, "B W D"]]:
-        """Maps one token of W hypotheses per sentence, at the position of each sentence.
+        self, x: Float[Array, "B NW D"], memory: Float[Array, "B W D"], positions: Int[Array, "B"]
+    ) -> tuple[Float[Array, "B NW D"], Float[Array, "B W D"]]:
+        """Maps N tokens of W hypotheses per sentence, from the position of each sentence on.
 
         `memory` is the state after the previous token, in float32 at least, and not read at
         position 0. Also returns the state after these tokens.
         """
         forget, new = self._gate(x)
-        memory = jnp.where(positions[:, None, None] == 0, 0, forget * memory) + new
-        return jax.nn.relu(memory).astype(x.dtype), memory
+        memory = jnp.where(positions[:, None, None] == 0, 0, memory)
+        beams, states = memory.shape[1], list[Array]()
+        for token in range(x.shape[1] // beams):
+            part = slice(token * beams, (token + 1) * beams)
+            memory = forget[:, part] * memory + new[:, part]
+            states.append(memory)
+        outputs = jnp.concatenate(states, axis=1) if len(states) > 1 else memory
+        return jax.nn.relu(outputs).astype(x.dtype), memory

@@ -1,7 +1,8 @@
 """Classes of layers that users register by name, with options that a run records.
 
 A kind is a name, "moe", or a name with options, "moe(experts=8, top=2)". The options are fields of
-the class. A run records the kind as it was given; `Registry.resolved` adds the defaults to it.
+the class. A run records the kind with all options (`Registry.resolved`), so that a change of the
+defaults is noticed.
 """
 
 import ast

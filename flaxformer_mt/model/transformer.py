@@ -285,29 +285,40 @@ class Transformer(nn.Module):
     ) -> tuple[Array, Cache] | tuple[Array, Cache, Array]:
         """Computes the logits after `tokens`, which equal those of the whole pass.
 
+        A cache of one hypothesis per sentence (W = 1) takes N tokens in one step, int32 [B, N], for
+        example to verify the tokens that a smaller model proposes. To take tokens back, give the
+        next call an earlier position: later entries of the cache are not read, and are written
+        over. The state of a recurrent decoder cannot go back; keep the earlier cache.
+
         Args:
-          tokens: int32 [B, W], the last token of each hypothesis.
+          tokens: int32 [B, N * W], N tokens of each of W hypotheses; mostly N = 1, the last token
+            of each. With several, all first tokens come first, then all second ones.
           cache: of the tokens at all earlier positions.
-          positions: int32 [B], below P: the position of each sentence's tokens in the target.
+          positions: int32 [B]: the position of each sentence's first token in the target. That of
+            the last token has to be below P.
           return_attention: also return the cross-attention of the last layer.
 
         Returns:
-          [B, W, V] in at least float32, and the cache with these tokens added; and the mean over
-          heads of the last layer's cross-attention weights [B, W, S], if requested.
+          [B, N * W, V] in at least float32, and the cache with these tokens added; and the mean
+          over heads of the last layer's cross-attention weights [B, N * W, S], if requested.
         """
         beams, length = cache.ancestry.shape[1:]
+        number = tokens.shape[1] // beams
         hypotheses = jnp.arange(beams, dtype=jnp.int32)[:, None]
         slots = jnp.arange(length, dtype=jnp.int32)
-        is_new = slots == positions[:, None, None]  # [B, 1, P]
+        first, last = positions[:, None, None], positions[:, None, None] + (number - 1)
+        is_new = (slots >= first) & (slots <= last)  # [B, 1, P]
         ancestry = jnp.where(is_new, hypotheses, cache.ancestry)
-        queries = positions[:, None]  # [B, 1]: the hypotheses of a sentence have the same length.
+        # The hypotheses of a sentence have the same length.
+        queries = positions[:, None] + jnp.arange(number, dtype=jnp.int32)  # [B, N]
+        queries = jnp.repeat(queries, beams, axis=1) if number > 1 else queries
         keys = jnp.broadcast_to(slots[:, None], (length, beams)).reshape(1, -1)  # [1, P * W]
         x, layers, attention = self.decoder.step(
             self._embed_target(tokens, queries, True, length),
             cache.cross,
             cache.layers,
             positions,
-            masks.ancestor_mask(ancestry, positions),
+            masks.ancestor_mask(ancestry, positions, number),
             cache.cross_mask,
             attention_positions(self.config, queries, keys, length),
         )

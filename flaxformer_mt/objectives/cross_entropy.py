@@ -14,6 +14,7 @@ from jax import Array
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.data.stream.batches import Batch
+from flaxformer_mt.errors import UserError
 from flaxformer_mt.model.functional import apply_to_batch, as_module
 from flaxformer_mt.model.stack import LOSSES
 from flaxformer_mt.model.transformer import OutputFactors
@@ -33,9 +34,9 @@ class Sums:
     loss: Array
     """What is minimized, summed over the rows: a scalar, differentiable."""
     weight: Array
-    """What `loss` is divided by: the number of target tokens, or of sentences."""
+    """What `loss` is divided by: the weights of target tokens, or the number of sentences."""
     tokens: Array
-    """The number of target tokens, for reports of speed."""
+    """The number of target tokens, whatever their weights, for reports of speed."""
     metrics: Metrics = flax.struct.field(default_factory=dict)  # further sums to report
 
 
@@ -97,6 +98,10 @@ def cross_entropy(
       "z_loss", without its factor; and "flops_per_target_token", see `training_flops`. All sums are
       differentiable with respect to the parameters and to `decoder_loss_weights`; a gradient of a
       metric costs a second pass over the vocabulary.
+
+    Raises:
+      UserError: the parameters are those of another model, or a module does not return the factors
+        of its logits (`OutputFactors`) when it is called with project=False.
     """
     module = as_module(model)
     passes = term.passes if term else 1
@@ -141,22 +146,25 @@ def sums_of_factors(
     `rows` is the batch with each row as often as the term needs it; `factors` and `teacher` are
     the outputs of the model and the teacher for them.
     """
+    for each in (factors, teacher):
+        if not isinstance(each, OutputFactors | None):
+            raise UserError(
+                f"with project=False the model returned {type(each).__name__} instead of the "
+                "factors of its logits: return `OutputFactors`, as `Transformer` does"
+            )
     term = options.term
     passes = term.passes if term else 1
     sums = chunked_cross_entropy(
         factors, rows.decoder_target_tokens, rows.decoder_loss_weights, options, teacher
     )
-    tokens = sums.weights / passes
+    weight, work = sums.weights / passes, work_of_batch(batch)
     metrics: Metrics = {
-        "loss": (sums.loss / passes, tokens),
-        "accuracy": (sums.correct / passes, tokens),
-        "flops_per_target_token": (
-            passes * training_flops(config, work_of_batch(batch)),
-            tokens,
-        ),
+        "loss": (sums.loss / passes, weight),
+        "accuracy": (sums.correct / passes, weight),
+        "flops_per_target_token": (passes * training_flops(config, work), work.targets),
     }
     if term is not None and sums.term is not None:
-        metrics[term.name] = (sums.term, tokens)
+        metrics[term.name] = (sums.term, weight)
     if sums.z_loss is not None:
-        metrics["z_loss"] = (sums.z_loss / passes, tokens)
-    return Sums(sums.objective, tokens, tokens, metrics)
+        metrics["z_loss"] = (sums.z_loss / passes, weight)
+    return Sums(sums.objective, weight, work.targets, metrics)

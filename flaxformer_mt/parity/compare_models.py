@@ -23,7 +23,7 @@ from flaxformer_mt.parity.reports.report import Report
 from flaxformer_mt.parity.rows import VALUES
 from flaxformer_mt.parity.trace.module_values import Tap
 from flaxformer_mt.parity.trace.sites import Values, comparable
-from flaxformer_mt.parity.trace.taps import path_name
+from flaxformer_mt.parity.trace.taps import leaf_name
 from flaxformer_mt.parity.trajectories import Optimizers, train_both
 from flaxformer_mt.parity.weight_rules import weight_rules
 
@@ -225,7 +225,7 @@ def _dtype(module: nn.Module) -> str:
 
 
 def _by_path(tree: Any) -> dict[str, Any]:
-    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+    return {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
 @functools.lru_cache(maxsize=8)

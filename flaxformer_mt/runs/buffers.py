@@ -44,8 +44,8 @@ def require_single(donated: Iterable[tuple[str, Any]], others: Iterable[tuple[st
         for name, array in arrays:
             for shard in array.addressable_shards if isinstance(array, jax.Array) else ():
                 # Several arrays of JAX may hold the same buffer. All empty ones may be nowhere.
-                place = _pointer(shard.data) if shard.data.nbytes else id(array)
-                buffer = shard.device, place
+                address = _pointer(shard.data) if shard.data.nbytes else id(array)
+                buffer = shard.device, address
                 if buffer in names and names[buffer] != name:
                     raise UserError(
                         f"{names[buffer]} and {name} are the same array in memory, which the step "

@@ -13,6 +13,7 @@ name is a number was complete once, and there is always one.
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -30,6 +31,7 @@ from orbax.checkpoint.args import Composite, StandardRestore, StandardSave
 from flaxformer_mt import distributed
 from flaxformer_mt.config import ValidationMetric
 from flaxformer_mt.errors import UserError, prefixed
+from flaxformer_mt.memory_limits import fits_on_a_device
 from flaxformer_mt.runs import (
     atomic,
     buffers,
@@ -408,6 +410,8 @@ def restore_params(
 ) -> tuple[int, dict[str, Any]]:
     """Restores parameters only, onto one device; of a run with a moving average, that.
 
+    Parameters that one device can hardly hold are returned as NumPy arrays.
+
     The best checkpoint is the newest if none was validated. Each process may call this
     independently of the others.
 
@@ -461,12 +465,17 @@ def _restore_params(
         for each, leaf in state_items.named(stored):
             if not item and not jnp.issubdtype(leaf.dtype, jnp.floating):
                 raise UserError(f"{path}: damaged: {each} has values of {leaf.dtype}")
-        sharding = SingleDeviceSharding(jax.local_devices()[0])
+        devices, leaves = jax.local_devices(), jax.tree.leaves(stored)
+        size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+        is_small = fits_on_a_device(size, devices)
+        # Whoever uses a larger model shards it.
+        device = devices[0] if is_small else jax.local_devices(backend="cpu")[0]
+        sharding = SingleDeviceSharding(device)
         template = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), stored
         )
         items = orbax.restore(path, args=Composite(**{name: _Restore(template)}))
-    return items[name]
+    return items[name] if is_small else jax.device_get(items[name])
 
 
 def write_params(run_folder: str | Path, step: int, params: Mapping[str, Any]) -> None:

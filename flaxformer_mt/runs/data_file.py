@@ -23,7 +23,7 @@ from typing import Any, Literal, Required, TypedDict
 from flaxformer_mt.config.fields import shown
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.input_files import Count, checked, read_json
-from flaxformer_mt.runs import atomic
+from flaxformer_mt.runs import atomic, layout
 from flaxformer_mt.runs.layout import DATA
 from flaxformer_mt.runs.manifest import Entry, difference
 
@@ -101,6 +101,14 @@ def check_files(folder: str | Path) -> None:
             raise UserError(
                 f"{cause}, so it is not {what} that the run was started with: restore it"
             )
+
+
+def check_vocabulary(paths: str) -> None:
+    """Checks the files of vocabularies of runs: folders, or files in `tokenizer`, after commas."""
+    for path in map(Path, paths.split(",")):
+        for folder in (path, path.parent, path.parent.parent):
+            if Path(folder, layout.TOKENIZER).is_dir() and Path(folder, layout.CONFIG).is_file():
+                check_files(folder)
 
 
 def _write(folder: Path, values: Mapping[str, Any]) -> None:

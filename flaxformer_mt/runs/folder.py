@@ -6,6 +6,7 @@ the folder would hold a different run. It is continued whole or not at all.
 
 import contextlib
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -75,6 +76,31 @@ def has_trained(workdir: Path) -> bool:
     return step_folders.has_any(workdir) or (metrics.exists() and metrics.stat().st_size > 0)
 
 
+def require_only_written(folder: Path) -> None:
+    """Raises `UserError` if a path has anything but what `write_model` writes.
+
+    Its files are those that the run and the manifest of its only checkpoint list.
+    """
+    if not os.path.lexists(folder):
+        return
+    if folder.is_symlink():
+        raise UserError(f"{folder} is a link, not a run folder: remove it")
+    read_config(folder)
+    data_file.check_files(folder)
+    known = {layout.CONFIG, layout.DATA, *data_file.read(folder).get(data_file.FILES, {})}
+    steps = step_folders.steps_in(step_folders.folder_of(folder))
+    for step in steps[:1]:
+        checkpoint = f"{layout.CHECKPOINTS}/{step}"
+        listed = [layout.MANIFEST, *manifest.listed(folder / checkpoint)]
+        known |= {f"{checkpoint}/{name}" for name in listed}
+    known |= {str(parent) for name in known for parent in Path(name).parents}
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink() or path.relative_to(folder).as_posix() not in known:
+            raise UserError(
+                f"{path} is not of a run that was only saved: move it, or give another folder"
+            )
+
+
 def is_content_of_run(path: Path) -> bool:
     """Returns whether a file, which need not exist, would be one of those of a trained model."""
     path = path.resolve()
@@ -110,14 +136,6 @@ def read_config(folder: str | Path) -> ExperimentConfig:
                 f"or the run's own {layout.DATA}"
             )
     return config
-
-
-def check_vocabulary(paths: str) -> None:
-    """Checks the files of vocabularies of runs: folders, or files in `tokenizer`, after commas."""
-    for path in map(Path, paths.split(",")):
-        for folder in (path, path.parent, path.parent.parent):
-            if (folder / layout.TOKENIZER).is_dir() and (folder / layout.CONFIG).is_file():
-                data_file.check_files(folder)
 
 
 def read_origin(folder: str | Path) -> dict[str, bytes]:

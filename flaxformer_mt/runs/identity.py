@@ -10,11 +10,13 @@ import functools
 import hashlib
 import inspect
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+
+from flaxformer_mt.errors import UserError
 
 _MOST_NAMED = 5
 OPTIMIZER = "optimizer"
@@ -80,6 +82,47 @@ def of_step(update: Any) -> dict[str, Any]:
             each, OPTIMIZER if len(found) == 1 else f"{OPTIMIZER}/{name}", result, frozenset()
         )
     return result
+
+
+def name_of(function: Callable[..., Any], argument: str, built_in: Collection[str] = ()) -> str:
+    """Returns the name under which a run records a function: "dpo", or "dpo(beta=0.1)".
+
+    The options are those of `functools.partial`, and the defaults of other arguments.
+
+    Args:
+      function: given by the user.
+      argument: as which it was given, for messages.
+      built_in: names that it must not have.
+
+    Raises:
+      UserError: it has no name, or one of `built_in`.
+    """
+    inner: Any = function
+    options: dict[int | str, Any] = {}
+    while isinstance(inner, functools.partial):
+        options = dict(enumerate(inner.args)) | inner.keywords | options
+        inner = inner.func
+    name = getattr(inner, "__name__", "")
+    if not name.isidentifier():
+        raise UserError(
+            f"{argument}={function!r} has no name for the run to record: define it with def, and "
+            "give its options with functools.partial"
+        )
+    if name in built_in:
+        raise UserError(
+            f"{argument}={name} has the name of a built-in one: choose that in the configuration, "
+            "or define a function with another name that calls yours"
+        )
+    defaults: dict[int | str, Any] = {
+        each.name: each.default
+        for each in inspect.signature(inner).parameters.values()
+        if each.default is not each.empty
+    }
+    values: dict[str, Any] = {}
+    for option, value in {**defaults, **options}.items():
+        _describe(value, str(option), values, frozenset())
+    listed = ", ".join(f"{option}={value!r}" for option, value in sorted(values.items()))
+    return f"{name}({listed})" if listed else name
 
 
 open_checkpoints: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -76,6 +76,12 @@ def entries(
         return dict(zip(files, pool.map(_synced, files.values()), strict=True))
 
 
+def listed(folder: Path) -> dict[str, Entry]:
+    """Returns the entries of a folder's manifest; `UserError` or `OSError` if it cannot be read."""
+    with input_files.open_regular(folder / MANIFEST) as file:
+        return input_files.parse_json(file.read(), MANIFEST, _Manifest).files
+
+
 def damage(
     folder: Path, kind: str = "checkpoint", names: Sequence[str] | None = None
 ) -> str | None:
@@ -95,8 +101,7 @@ def damage(
     if not os.path.lexists(folder / MANIFEST):
         return f"{MANIFEST} is missing: the {kind} is incomplete, or the file was deleted"
     try:
-        with input_files.open_regular(folder / MANIFEST) as file:
-            files = input_files.parse_json(file.read(), MANIFEST, _Manifest).files
+        files = listed(folder)
     except OSError as error:
         _require_damage(error, folder / MANIFEST)
         return f"{MANIFEST} cannot be read: {error.strerror}"

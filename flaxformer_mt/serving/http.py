@@ -6,7 +6,6 @@ docs/serving.md describes requests, limits and errors. Needs the extra `serve`.
 import asyncio
 import contextlib
 import dataclasses
-import json
 import re
 import signal
 import socket
@@ -16,8 +15,9 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
+import msgspec
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -29,6 +29,7 @@ from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.input_files import checked, parse_json
 from flaxformer_mt.serving.batching import ServedModel, Translation
 
 DISCARDED_BYTES = 2**27
@@ -54,6 +55,58 @@ class Limits:
     connections: int = 1000
     read_seconds: float = 30
     """For whatever a client has to do: to send a header or a body, or to read an answer."""
+
+
+Texts: TypeAlias = str | Annotated[list[str], msgspec.Meta(min_length=1)]
+
+
+@dataclasses.dataclass(frozen=True)
+class TranslationRequest:
+    """What is read of a request of LibreTranslate's API."""
+
+    q: Texts
+    source: str
+    target: str
+    alternatives: int | None = None
+    format: str = "text"
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A part of a message."""
+
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Message:
+    """A message of a chat; that of the user has a text, or parts."""
+
+    role: str
+    content: Any = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompletionRequest:
+    """What is read of a request of OpenAI's API, to which others add the texts."""
+
+    model: str
+    n: int | None = None
+    stream: bool | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptRequest(CompletionRequest):
+    """The texts as prompts."""
+
+    prompt: Texts
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChatRequest(CompletionRequest):
+    """The text as the last message of a chat."""
+
+    messages: list[Message]
 
 
 class Server:
@@ -129,16 +182,15 @@ class Server:
     async def translate(self, request: Request) -> JSONResponse:
         """Translates a text, or a list of texts, as LibreTranslate does."""
         async with self.admitted(request):
-            values = await self.read(request, allow_form=True)
-            if values.get("format", "text") != "text":
-                raise HTTPException(400, 'format: only "text" is supported, not HTML')
-            source, target = (text_of(values, name) for name in ("source", "target"))
-            model = self.model_of_pair(source, target)
-            texts = texts_of(values, "q")
-            count = 1 + number_of(values, "alternatives", 0, 0, model.most_translations - 1)
+            asked: TranslationRequest = await self.read(request, TranslationRequest, True)
+            if asked.format != "text":
+                raise UserError('format: only "text" is supported, not HTML')
+            model, texts = self.model_of_pair(asked.source, asked.target), listed(asked.q)
+            most, given = model.most_translations - 1, asked.alternatives or 0
+            count = 1 + require_number("alternatives", given, 0, most)
             self.require_length(texts)
             found = await self.translated(request, model, texts, count)
-        single = isinstance(values["q"], str)
+        single = isinstance(asked.q, str)
         answer: dict[str, Any] = {"translatedText": unlisted([t[0].text for t in found], single)}
         if count > 1:
             others = [[each.text for each in t[1:]] for t in found]
@@ -157,25 +209,25 @@ class Server:
     async def complete(self, request: Request) -> JSONResponse:
         """Translates a prompt, or a list of prompts."""
         async with self.admitted(request):
-            values = await self.read(request)
-            texts = texts_of(values, "prompt")
-            return await self.answer(request, values, texts, "text_completion")
+            asked: PromptRequest = await self.read(request, PromptRequest)
+            return await self.answer(request, asked, listed(asked.prompt), "text_completion")
 
     async def chat(self, request: Request) -> JSONResponse:
         """Translates the last message of the user; other messages have no effect."""
         async with self.admitted(request):
-            values = await self.read(request)
-            texts = [last_message(values)]
-            return await self.answer(request, values, texts, "chat.completion")
+            asked: ChatRequest = await self.read(request, ChatRequest)
+            texts = [last_message(asked.messages)]
+            return await self.answer(request, asked, texts, "chat.completion")
 
     async def answer(
-        self, request: Request, values: Any, texts: Sequence[str], kind: str
+        self, request: Request, asked: CompletionRequest, texts: Sequence[str], kind: str
     ) -> JSONResponse:
         """Translates texts and returns an object of OpenAI's API."""
-        if values.get("stream"):
-            raise HTTPException(400, "stream: only false is supported")
-        model = self.model_named(text_of(values, "model"))
-        count = number_of(values, "n", 1, 1, model.most_translations)
+        if asked.stream:
+            raise UserError("stream: only false is supported")
+        model = self.model_named(asked.model)
+        given = 1 if asked.n is None else asked.n
+        count = require_number("n", given, 1, model.most_translations)
         self.require_length(texts)
         found = await self.translated(request, model, texts, count)
         prompt_tokens = model.count_source_tokens(texts)
@@ -228,16 +280,16 @@ class Server:
         finally:
             self.num_requests -= 1
 
-    async def read(self, request: Request, allow_form: bool = False) -> dict[str, Any]:
-        """Returns the fields of a request's body, or raises what is wrong with it."""
+    async def read(self, request: Request, kind: Any, allow_form: bool = False) -> Any:
+        """Returns a request's body as a kind of request, or raises what is wrong with it."""
         body = await self.read_body(request)
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if request.headers.get("content-encoding", "identity") != "identity":
             raise HTTPException(415, "Content-Encoding must be identity: send it uncompressed")
-        if kind == "application/json":
-            return parse_json(body)
-        if kind == "application/x-www-form-urlencoded" and allow_form:
-            return parse_form(body)
+        if media == "application/json":
+            return parse_json(body, "the body", kind)
+        if media == "application/x-www-form-urlencoded" and allow_form:
+            return checked(parse_form(body), "the body is", kind)
         form = " or application/x-www-form-urlencoded" * allow_form
         raise HTTPException(415, f"Content-Type must be application/json{form}")
 
@@ -315,24 +367,12 @@ def content(text: str, kind: str) -> dict[str, Any]:
     return {"message": {"role": "assistant", "content": text}}
 
 
-def parse_json(body: bytes) -> dict[str, Any]:
-    """Returns a JSON object."""
-    try:
-        values = json.loads(body.decode())
-    except (ValueError, RecursionError) as error:
-        reason = "too deeply nested" if isinstance(error, RecursionError) else error
-        raise HTTPException(400, f"the body is not valid JSON: {reason}") from None
-    if not isinstance(values, dict):
-        raise HTTPException(400, f"the body must be a JSON object, not {type_name(values)}")
-    return values
-
-
 def parse_form(body: bytes) -> dict[str, Any]:
     """Returns the fields of a form; one that is repeated is a list."""
     try:
         fields = urllib.parse.parse_qs(body.decode(), keep_blank_values=True, errors="strict")
     except ValueError as error:
-        raise HTTPException(400, f"the body is not a valid form: {error}") from None
+        raise UserError(f"the body is not a valid form: {error}") from None
     values: dict[str, Any] = {
         name: given if len(given) > 1 else given[0] for name, given in fields.items()
     }
@@ -341,69 +381,27 @@ def parse_form(body: bytes) -> dict[str, Any]:
     return values
 
 
-def texts_of(values: dict[str, Any], name: str) -> list[str]:
-    """Returns a field that is a text or a list of texts."""
-    given = values.get(name)
-    texts = [given] if isinstance(given, str) else given
-    if not isinstance(texts, list) or not texts or not all(isinstance(t, str) for t in texts):
-        raise HTTPException(400, f"{name} must be a string or a list of strings")
-    for text in texts:
-        require_unicode(text, name)
-    return texts
+def listed(texts: Texts) -> list[str]:
+    """Returns a text as a list of one."""
+    return [texts] if isinstance(texts, str) else texts
 
 
-def text_of(values: dict[str, Any], name: str) -> str:
-    """Returns a field that is a text."""
-    given = values.get(name)
-    if not isinstance(given, str):
-        problem = f", not {type_name(given)}" if name in values else ", and is missing"
-        raise HTTPException(400, f"{name} must be a string{problem}")
-    return require_unicode(given, name)
-
-
-def require_unicode(text: str, name: str) -> str:
-    """Returns a text without half a surrogate pair, which JSON can write and UTF-8 cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise HTTPException(400, f"{name} has a character that is not valid Unicode") from None
-    return text
-
-
-def number_of(values: dict[str, Any], name: str, default: int, lowest: int, highest: int) -> int:
-    """Returns a field that is an integer, or its default."""
-    given = values.get(name)
-    if given is None:
-        return default
-    if not isinstance(given, int) or isinstance(given, bool):
-        raise HTTPException(400, f"{name} must be an integer, not {type_name(given)}")
+def require_number(name: str, given: int, lowest: int, highest: int) -> int:
+    """Returns a number of translations, if the model can find as many."""
     if not lowest <= given <= highest:
-        raise HTTPException(400, f"{name} must be from {lowest} to {highest} with this model")
+        raise UserError(f"{name} must be from {lowest} to {highest} with this model")
     return given
 
 
-def last_message(values: dict[str, Any]) -> str:
+def last_message(messages: Sequence[Message]) -> str:
     """Returns the text of the user's last message, whose content may be a list of parts."""
-    messages = values.get("messages")
-    if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
-        raise HTTPException(400, "messages must be a list of objects")
-    contents = [each.get("content") for each in messages if each.get("role") == "user"]
+    contents = [each.content for each in messages if each.role == "user"]
     if not contents:
-        raise HTTPException(400, 'messages must have one with the role "user"')
-    parts = contents[-1]
-    if isinstance(parts, str):
-        return require_unicode(parts, "content")
-    if not isinstance(parts, list) or not all(
-        isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts
-    ):
-        raise HTTPException(400, "content must be a string or a list of parts with a text")
-    return require_unicode("".join(part["text"] for part in parts), "content")
-
-
-def type_name(value: Any) -> str:
-    """Returns the type of a value as JSON calls it."""
-    names = {bool: "a boolean", dict: "an object", list: "a list", str: "a string"}
-    return "null" if value is None else names.get(type(value), "a number")
+        raise UserError('messages must have one with the role "user"')
+    content: str | list[Part] = checked(
+        contents[-1], "the content of a message is", str | list[Part]
+    )
+    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 def error_response(request: Request, status: int, message: str) -> JSONResponse:

@@ -5,6 +5,7 @@ and the history of the run only: a run that is killed and continued again has th
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,12 +17,29 @@ from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.config.experiment import values_with
 from flaxformer_mt.config.fields import FieldRole
 from flaxformer_mt.data.stream.batches import DataPosition
+from flaxformer_mt.model.transformer import Transformer
+from flaxformer_mt.training.devices import RunDevices, abstract, seed_key
+from flaxformer_mt.training.optimizer import UserOptimizer, make_optimizer, make_schedule
 from flaxformer_mt.training.parameters import split
 from flaxformer_mt.training.reporting.progress import BestSoFar, Interval, Progress
 from flaxformer_mt.training.sharding import path_name
-from flaxformer_mt.training.state import TrainState
+from flaxformer_mt.training.state import TrainState, create_state
 
 _DATA_ROLES = FieldRole.TEXT, FieldRole.TOKENS, FieldRole.ROWS
+
+
+def earlier_state(
+    config: ExperimentConfig, devices: RunDevices, own_optimizer: UserOptimizer | None
+) -> TrainState:
+    """Returns the shapes, dtypes and shardings of the state with an earlier configuration."""
+    schedule = make_schedule(config.optimizer, config.model.d_model, config.train.num_steps)
+    make_state = functools.partial(
+        create_state,
+        model=Transformer(config.model),
+        optimizer=make_optimizer(config.optimizer, schedule, own_optimizer),
+        config=config.train,
+    )
+    return abstract(jax.eval_shape(make_state, seed_key(0)), devices.mesh, devices.rules)
 
 
 def keeps_optimizer(state: TrainState, like: TrainState) -> bool:

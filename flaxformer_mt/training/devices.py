@@ -11,9 +11,10 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 from jax import Array, lax
@@ -21,50 +22,27 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from flaxformer_mt.config import ParallelConfig
 from flaxformer_mt.data.stream.batches import Batch
-from flaxformer_mt.data.stream.placement import place_batch, row_sharding
+from flaxformer_mt.data.stream.placement import place_batch, row_sharding, row_shards
 from flaxformer_mt.errors import UserError, prefixed
+from flaxformer_mt.memory_limits import device_memory
 from flaxformer_mt.runs import buffers
 from flaxformer_mt.runs.identity import compare_step
 from flaxformer_mt.training.sharding import (
     ACTIVATION_RULES,
-    AXES,
-    ShardingRule,
+    Rules,
+    as_rules,
+    check_rules,
     leaves_by_path,
-    parse_rules,
+    make_mesh,
     shardings,
 )
 
 Tree = TypeVar("Tree")
-Rules: TypeAlias = tuple[ShardingRule, ...]
-
-
-def make_mesh(
-    *, fsdp: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None
-) -> Mesh:
-    """Arranges devices in a mesh with the axes data, fsdp and tensor.
-
-        mesh = fmt.make_mesh(fsdp=2)  # Of 8 devices: 4 x 2 x 1.
-
-    The rows of a batch are sharded over data and fsdp; parameters and optimizer state over fsdp
-    (gathered where they are used) and tensor (computed with in parts). `devices` are by default
-    all devices of all processes; those that fsdp * tensor leave are data.
-
-    Raises:
-      UserError: fsdp * tensor does not divide the number of devices.
-    """
-    devices = jax.devices() if devices is None else devices
-    if fsdp < 1 or tensor < 1 or len(devices) % (fsdp * tensor):
-        raise UserError(
-            f"{len(devices)} devices are not a multiple of fsdp={fsdp} times tensor={tensor}"
-        )
-    # The devices of a process are neighbors.
-    ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
-    return Mesh(
-        np.array(ordered).reshape(-1, fsdp, tensor),
-        AXES,
-        # jax.make_mesh makes them explicit, which embedding lookups do not support.
-        axis_types=(AxisType.Auto,) * len(AXES),
-    )
+State = TypeVar("State")
+Output = TypeVar("Output")
+Result = TypeVar("Result")
+Activations: TypeAlias = Sequence[tuple[str, str | tuple[str, ...]]]
+"""From names of axes that the model gives activations ("length") to axes of the mesh."""
 
 
 def seed_key(seed: int) -> Array:
@@ -86,13 +64,29 @@ def create(
       mesh: the devices.
       seed: of the key, at most 63 bits.
       rules: sharding rules that take precedence over the built-in ones.
+
+    Raises:
+      UserError: a rule has an axis that the mesh does not have, or matches no array.
     """
-    out_shardings = shardings(jax.eval_shape(make_state, seed_key(seed)), mesh, rules)
-    return jax.jit(make_state, out_shardings=out_shardings)(seed_key(seed))
+    shapes = jax.eval_shape(make_state, seed_key(seed))
+    wanted = jax.tree.map(lambda leaf: leaf.sharding, abstract(shapes, mesh, rules))
+    return jax.jit(make_state, out_shardings=wanted)(seed_key(seed))
 
 
-def abstract(tree: Tree, mesh: Mesh, rules: Rules = ()) -> Tree:
-    """Returns the shapes, dtypes and shardings of a tree of arrays, or of their shapes."""
+def abstract(state: Callable[[Array], Tree] | Tree, mesh: Mesh, rules: Rules = ()) -> Tree:
+    """Returns the shapes, dtypes and shardings of a state, to restore it without creating it.
+
+        if checkpoints.latest_step() is not None:
+            like = fmt.abstract(create, mesh)
+            state, position = checkpoints.restore_or(like, data.start)
+
+    Args:
+      state: the function that `create` would call, a tree of arrays, or a tree of shapes.
+      mesh: the devices.
+      rules: as of `create`.
+    """
+    tree: Any = jax.eval_shape(state, seed_key(0)) if callable(state) else state
+    check_rules(tree, mesh.shape, rules)
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         tree,
@@ -108,7 +102,11 @@ def place(tree: Tree, mesh: Mesh, rules: Rules = ()) -> Tree:
       mesh: the devices.
       rules: as of `create`.
     """
+    check_rules(tree, mesh.shape, rules)
+    return _copied(tree, mesh, rules)
 
+
+def _copied(tree: Tree, mesh: Mesh, rules: Rules) -> Tree:
     def copy(leaf: Any, sharding: NamedSharding) -> jax.Array:
         whole = np.asarray(leaf)
         # A copy, because a step donates its argument, which would delete the caller's array.
@@ -116,10 +114,11 @@ def place(tree: Tree, mesh: Mesh, rules: Rules = ()) -> Tree:
             whole.shape, sharding, lambda index: np.array(whole[index])
         )
 
-    return buffers.owned(jax.tree.map(copy, tree, shardings(tree, mesh, rules)))
+    wanted = shardings(tree, mesh, rules)
+    return buffers.owned(jax.tree.map(copy, tree, wanted))
 
 
-class CompiledStep:
+class CompiledStep(Generic[State, Result]):
     """A step that is compiled when it is first called, and then for each new shape of its batch.
 
     `step` maps (state, batch) to anything, and `transform` (step, state) to the jitted step, for
@@ -153,7 +152,7 @@ class CompiledStep:
         self._jitted: Any = None
         self._running: Any = None
 
-    def __call__(self, state: Any, batch: Any) -> Any:
+    def __call__(self, state: State, batch: Any) -> Result:
         """Starts the step, and waits for the step before it.
 
         So the devices always have work, and at most two steps are in flight: many would need the
@@ -166,7 +165,8 @@ class CompiledStep:
             self._require_own_buffers(state, batch)
         result = self._for(state)(state, batch, *self._frozen)
         jax.block_until_ready(self._running)
-        self._running = result[1] if isinstance(result, tuple) else result
+        # The next step deletes the state, and the rest of the result is there as late.
+        self._running = result[1] if self._donates else result
         if self._is_compiling:
             self._is_compiling = False
             self.on_compile(False)
@@ -217,14 +217,15 @@ class CompiledStep:
 
 
 def compile_step(
-    update: Callable[[Any, Any, Array, Any], tuple[Any, Any]],
+    update: Callable[[State, Any, Array, Any], tuple[State, Output]],
     mesh: Mesh,
     *,
     seed: int = 0,
     frozen: Any = None,
     rules: Rules = (),
+    activations: Activations = (),
     max_shapes: int = 0,
-) -> CompiledStep:
+) -> CompiledStep[State, tuple[State, Output]]:
     """Compiles a training step for the devices of a mesh.
 
         def update(state, batch, key, frozen):
@@ -246,6 +247,8 @@ def compile_step(
       frozen: a tree that no step changes, such as the parameters of a teacher or of a reference
         model: sharded once, not donated.
       rules: sharding rules that take precedence over the built-in ones.
+      activations: how what the model computes is sharded, by the names of axes of
+        `model/logical_axes.py`: ("length", "sequence") shards positions over an axis of your own.
       max_shapes: the number of batch shapes that are allowed, each of which is a compilation; 0 =
         any.
 
@@ -254,9 +257,9 @@ def compile_step(
 
     Raises:
       UserError: at the first call: the state has no number of the step, the new state is of another
-        kind than the old one, or an array of the state is in memory that has a second name, in the
-        state, in the batch or in `frozen`; or a restored checkpoint was begun with another
-        optimizer than the one that `update` uses.
+        kind than the old one, a rule matches no array of state and `frozen`, or an array of the
+        state is in memory that has a second name, in the state, in the batch or in `frozen`; or a
+        restored checkpoint was begun with another optimizer than the one that `update` uses.
     """
     everywhere = NamedSharding(mesh, PartitionSpec())
     arguments = () if frozen is None else (_placed(frozen, mesh, rules),)
@@ -267,17 +270,72 @@ def compile_step(
         return new_state, results
 
     def transform(step: Callable, state: Any) -> Any:
-        of_state = shardings(state, mesh, rules)
-        return jax.jit(
-            _with_rules(update, step, mesh),
-            in_shardings=(of_state, row_sharding(mesh), *shardings(arguments, mesh, rules)),
-            out_shardings=(of_state, everywhere),
-            donate_argnums=0,
-        )
+        check_rules(state, mesh.shape, rules, *arguments)
+        of_state, *of_arguments = shardings((state, *arguments), mesh, rules)
+        options = {"out_shardings": (of_state, everywhere), "donate_argnums": 0}
+        places = (of_state, row_sharding(mesh), *of_arguments)
+        return _jitted(update, step, mesh, places, activations, **options)
 
     # A checkpoint that was restored knows the optimizer with which it was begun.
     before_first = functools.partial(compare_step, update)
     return CompiledStep(step, transform, max_shapes, arguments, True, before_first)
+
+
+def compile_eval(
+    function: Callable[[State, Any], Result],
+    mesh: Mesh,
+    *,
+    results: Literal["replicated", "rows", "rules"] = "replicated",
+    rules: Rules = (),
+    activations: Activations = (),
+    max_shapes: int = 0,
+) -> CompiledStep[State, Result]:
+    """Compiles a function of parameters and a batch for the devices of a mesh.
+
+        def evaluate(params, batch):
+            return fmt.cross_entropy(config, params, batch)
+
+        evaluate = fmt.compile_eval(evaluate, mesh)
+        sums = evaluate(state["params"], batch)
+
+    As `compile_step`, but nothing is donated, no step is counted, and there is no key.
+
+    Args:
+      function: a pure function (tree, batch) -> anything. The tree may be parameters, a tuple of
+        several models, or a whole state.
+      mesh: the devices, from `make_mesh`.
+      results: how the results are sharded. "replicated": each device has them whole. "rows": arrays
+        whose first axis can be shared out like the rows of a batch [B, ...] are, such as logits or
+        embeddings of sentences; others are replicated. "rules": by the rules for parameters, such
+        as gradients.
+      rules: as of `compile_step`, like `activations` and `max_shapes`.
+      activations: as above.
+      max_shapes: as above.
+
+    Returns:
+      The function, called with a sharded tree and a placed batch.
+    """
+    if results not in ("replicated", "rows", "rules"):
+        raise UserError(f'results={results!r}: choose "replicated", "rows" or "rules"')
+    everywhere, of_rows = NamedSharding(mesh, PartitionSpec()), row_sharding(mesh)
+
+    def sharding(leaf: Any) -> NamedSharding:
+        is_of_rows = results == "rows" and leaf.ndim and len(leaf) % row_shards(mesh) == 0
+        return of_rows if is_of_rows else everywhere
+
+    def step(tree: Any, batch: Any) -> Any:
+        found = jax.tree.map(jnp.asarray, function(tree, batch))
+        by_rules = results == "rules"
+        wanted = shardings(found, mesh, rules) if by_rules else jax.tree.map(sharding, found)
+        return lax.with_sharding_constraint(found, wanted)
+
+    def transform(step: Callable, tree: Any) -> Any:
+        check_rules(tree, mesh.shape, rules)
+        places = (shardings(tree, mesh, rules), row_sharding(mesh))
+        options = {"out_shardings": everywhere} if results == "replicated" else {}
+        return _jitted(function, step, mesh, places, activations, **options)
+
+    return CompiledStep(step, transform, max_shapes)
 
 
 def step_key(state: Any, seed: int) -> Array:
@@ -294,22 +352,31 @@ def step_key(state: Any, seed: int) -> Array:
 def _placed(tree: Any, mesh: Mesh, rules: Rules) -> Any:
     wanted = jax.tree.leaves(shardings(tree, mesh, rules))
     given = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree)]
-    return tree if given == wanted else place(tree, mesh, rules)
+    return tree if given == wanted else _copied(tree, mesh, rules)
 
 
-def _with_rules(given: Callable, step: Callable, mesh: Mesh) -> Callable:
-    """Returns the step, traced under the name of the given function with the mesh and the rules."""
+def _jitted(
+    given: Callable,
+    step: Callable,
+    mesh: Mesh,
+    in_shardings: Any,
+    activations: Activations,
+    **options: Any,
+) -> Any:
+    """Jits a step, traced under the name of the given function with the mesh and the rules."""
+    as_rules([(name, (axes,)) for name, axes in activations], mesh.axis_names)
+    rules = {**dict(ACTIVATION_RULES), **dict(activations)}
 
     def with_rules(*arguments: Any) -> Any:
         with (
             jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
-            nn.logical_axis_rules(ACTIVATION_RULES),
+            nn.logical_axis_rules(tuple(rules.items())),
         ):
             return step(*arguments)
 
     given = getattr(given, "func", given)  # Of functools.partial.
     with_rules.__name__ = getattr(given, "__name__", "step")
-    return with_rules
+    return jax.jit(with_rules, in_shardings=in_shardings, **options)
 
 
 def _check_new_state(old: Any, new: Any) -> None:
@@ -325,6 +392,9 @@ def _check_new_state(old: Any, new: Any) -> None:
                 f"the step returns another kind of state than it takes: {path} was {before} and "
                 f"is {after}"
             )
+
+
+RULES_OPTION = "parallel.sharding_rules: "
 
 
 @dataclasses.dataclass(frozen=True)
@@ -346,12 +416,24 @@ class RunDevices:
             # As pmap's own mesh: it would retrace for arrays of another one.
             return cls(Mesh(np.array(given), ("data",), axis_types=(AxisType.Auto,)), by_pmap=True)
         mesh = make_mesh(fsdp=config.fsdp, tensor=config.tensor, devices=given)
-        return cls(mesh, parse_rules(config.sharding_rules))
+        with prefixed(RULES_OPTION):
+            return cls(mesh, as_rules(config.sharding_rules, mesh.axis_names))
 
     @property
     def devices(self) -> list[jax.Device]:
         """The devices of all processes; those of a process are neighbors."""
         return list(self.mesh.devices.flat)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Describes the devices, of all processes and of one kind, and their memory."""
+        return {
+            "devices": len(self.devices),
+            "device_kind": self.devices[0].device_kind,
+            "device_memory_bytes": device_memory(self.devices),
+            "processes": jax.process_count(),
+            "jax": jax.__version__,
+        }
 
     def _shape(self, rows: Any) -> tuple[int, ...]:
         """Returns [B, ...], or [devices, B / devices, ...] under pmap."""
@@ -398,15 +480,7 @@ class RunDevices:
         """Compiles evaluate(params, batch) -> metrics."""
         if self.by_pmap:
             return CompiledStep(evaluate, self._pmap, max_shapes)
-
-        def transform(step: Callable, params: Any) -> Any:
-            return jax.jit(
-                _with_rules(evaluate, step, self.mesh),
-                in_shardings=(shardings(params, self.mesh, self.rules), row_sharding(self.mesh)),
-                out_shardings=NamedSharding(self.mesh, PartitionSpec()),
-            )
-
-        return CompiledStep(evaluate, transform, max_shapes)
+        return compile_eval(evaluate, self.mesh, rules=self.rules, max_shapes=max_shapes)
 
     def _pmap(self, step: Callable, state: Any, **options: Any) -> Any:
         # All devices compute the same update, so that the state has no device axis (None).

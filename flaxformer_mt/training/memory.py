@@ -1,14 +1,16 @@
 """The memory of a training step: what it needs at least, and what its compiled program takes."""
 
-import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from flaxformer_mt.config import ExperimentConfig
-from flaxformer_mt.data.stream.batches import Batch, BatchShape
+from flaxformer_mt.config import ExperimentConfig, TransformerConfig
+from flaxformer_mt.data.stream.batches import Batch, BatchShape, packed_batch
+from flaxformer_mt.data.stream.packing import Sentences, TokenPairs
 from flaxformer_mt.data.stream.placement import row_shards
 from flaxformer_mt.memory_limits import device_memory, require_memory
 from flaxformer_mt.training.devices import RunDevices
@@ -18,7 +20,7 @@ def require_training_memory(config: ExperimentConfig, run_devices: RunDevices) -
     """Checks that the devices have the memory that a training step needs at the very least.
 
     Counted are parameters (vocabulary sizes of 0 count as 0) and, unless some are frozen, their
-    gradient, the moments of Adam (what Adafactor keeps may be small) and the moving average; and of
+    gradient, the moments of Adam (other optimizers may keep less) and the moving average; and of
     one micro-batch one activation and, unless a kernel keeps them to itself, the attention scores
     of one layer.
 
@@ -27,7 +29,7 @@ def require_training_memory(config: ExperimentConfig, run_devices: RunDevices) -
     """
     model, train = config.model, config.train
     count = model.parameter_count
-    moments = 0 if config.optimizer.kind == "adafactor" else 2
+    moments = {"adam": 2, "adamw": 2, "muon": 1}.get(config.optimizer.kind, 0)
     copies = 1 if train.freeze else 2 + moments + (train.ema_decay > 0)
     stored = copies * count * jnp.dtype(model.param_dtype).itemsize
     rows = config.rows_per_batch // (train.accumulation_steps * row_shards(run_devices.mesh))
@@ -92,21 +94,15 @@ def step_cost(compiled: Any, state: Any, batch: Batch) -> StepCost:
     )
 
 
-def abstract_batch(
-    shape: BatchShape, has_inputs: bool = True, has_alignment: bool = False
-) -> Batch:
-    """Returns the shapes and dtypes of the arrays of a batch of all processes."""
-    source: Any = jax.ShapeDtypeStruct((shape.rows, shape.source_length), jnp.int32)
-    target: Any = jax.ShapeDtypeStruct((shape.rows, shape.target_length), jnp.int32)
-    weights: Any = jax.ShapeDtypeStruct(target.shape, jnp.float32)
-    links: Any = jax.ShapeDtypeStruct((*target.shape, shape.source_length), jnp.float32)
-    arrays: dict[str, Any] = {
-        field.name: target if field.name.startswith("decoder") else source if has_inputs else None
-        for field in dataclasses.fields(Batch)
-    }
-    arrays["decoder_loss_weights"] = weights
-    arrays["alignment"] = links if has_alignment else None
-    return Batch(**arrays)
+def abstract_batch(shape: BatchShape, has_inputs: bool = True, fields: Sequence[str] = ()) -> Batch:
+    """Returns the shapes and dtypes of the arrays of a batch of all processes.
+
+    `fields` are the names of what its pairs have beside their texts, see `pair_fields`.
+    """
+    empty = Sentences.from_lists([])
+    pairs = TokenPairs(empty if has_inputs else None, empty, dict.fromkeys(fields, empty))
+    batch = packed_batch(pairs, np.zeros(shape.rows, np.int64), shape, TransformerConfig())
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch)
 
 
 def bytes_on_a_device(tree: Any) -> int:

@@ -1,13 +1,11 @@
 """The objective of a run, from its configuration or from the user."""
 
-import functools
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from flax import linen as nn
 
 from flaxformer_mt.config import TrainConfig
-from flaxformer_mt.errors import UserError
 from flaxformer_mt.objectives.cross_entropy import Objective, Sums, cross_entropy
 from flaxformer_mt.objectives.distillation import Distillation
 from flaxformer_mt.objectives.guided_alignment import guided_alignment
@@ -46,20 +44,3 @@ def make_objective(
     return lambda params, batch, key, frozen: cross_entropy(
         model, params, batch, key, teacher=None if teacher is None else (teacher, frozen), **options
     )
-
-
-def name_of(objective: UserObjective) -> str:
-    """Returns the name under which a run records an objective: "dpo", or "dpo(beta=0.1)"."""
-    function: Any = objective
-    options: dict[str, Any] = {}
-    while isinstance(function, functools.partial):
-        options = {**function.keywords, **options}
-        function = function.func
-    name = getattr(function, "__name__", "")
-    if not name.isidentifier():
-        raise UserError(
-            f"objective={objective!r} has no name for the run to record: define it with def, and "
-            "give its options with functools.partial"
-        )
-    values = ", ".join(f"{option}={value!r}" for option, value in sorted(options.items()))
-    return f"{name}({values})" if options else name

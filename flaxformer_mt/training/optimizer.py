@@ -3,9 +3,10 @@
 Optax counts updates from 0, the published formulas from t = 1; no update has a rate of 0.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,9 @@ import optax.contrib
 from jax import Array
 
 from flaxformer_mt.config import OptimizerConfig
+from flaxformer_mt.config.optimizer import KINDS
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.runs import identity
 from flaxformer_mt.training.parameter_roles import is_matrix, per_layer
 
 
@@ -100,10 +103,16 @@ def _one_cycle(peak: float, warmup_steps: int, total_steps: int) -> optax.Schedu
     return lambda count: schedule(jnp.asarray(count, float))
 
 
+UserOptimizer: TypeAlias = Callable[[optax.Schedule], optax.GradientTransformation]
+"""Makes an optimizer with a learning rate schedule, as `optax.lion` does."""
+
+
 def make_optimizer(
-    config: OptimizerConfig, schedule: optax.Schedule
+    config: OptimizerConfig, schedule: optax.Schedule, own: UserOptimizer | None = None
 ) -> optax.GradientTransformation:
     """Makes an optimizer with a schedule, after clipping by global norm if configured.
+
+    A function `own` makes the optimizer if the configuration does not name a built-in one.
 
     Adafactor has no momentum, as T5 is trained with: matrices have factored second moments if both
     dimensions are at least 128.
@@ -127,10 +136,45 @@ def make_optimizer(
             optimizer = per_layer(optax.adafactor(schedule))
         case "muon":
             optimizer = _muon(config, schedule, optax.adamw(schedule, **decay, **moments))
+        case _ if own is None:
+            raise UserError(
+                f"optimizer.kind={config.kind} is none of {', '.join(KINDS)}, but the name of a "
+                "function: start and continue the run from Python, with "
+                "flaxformer_mt.train(config, workdir, optimizer=FUNCTION)"
+            )
+        case _:
+            optimizer = _made(own, schedule)
     if config.clip_norm:
         optimizer = optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
 
     return optax.GradientTransformation(optimizer.init, _with_standard_promotion(optimizer.update))
+
+
+def with_optimizer(config: OptimizerConfig, own: UserOptimizer) -> OptimizerConfig:
+    """Returns a configuration that records a function that makes an optimizer.
+
+    The constants are those of `identity.of_optimizer`, without those of the schedule.
+
+    Raises:
+      TypeError: the function does not make an optimizer.
+      UserError: it has no name, or that of a built-in optimizer.
+    """
+    kind = identity.name_of(own, "optimizer", KINDS)
+    made = identity.of_optimizer(_made(own, optax.constant_schedule(1.0)).update)
+    prefix = f"{identity.OPTIMIZER}/"
+    constants = (f"{name.removeprefix(prefix)}={value!r}" for name, value in made.items())
+    return dataclasses.replace(config, kind=kind, constants=tuple(sorted(constants)))
+
+
+def _made(own: UserOptimizer, schedule: optax.Schedule) -> optax.GradientTransformation:
+    with jax.numpy_dtype_promotion("standard"):
+        made = own(schedule)
+    if not isinstance(made, optax.GradientTransformation):
+        raise TypeError(
+            "optimizer must be a function that returns an optax.GradientTransformation, such as "
+            f"optax.lion, not {type(made).__name__}"
+        )
+    return made
 
 
 def _muon(

@@ -8,7 +8,7 @@ depend on how the batch is split.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +18,17 @@ from jax import Array
 
 from flaxformer_mt.config import TrainConfig
 from flaxformer_mt.data.stream.batches import Batch
+from flaxformer_mt.data.stream.placement import row_shards
+from flaxformer_mt.errors import UserError
 from flaxformer_mt.model.functional import apply_to_batch
-from flaxformer_mt.model.logical_axes import mesh_platform
+from flaxformer_mt.model.logical_axes import mesh_of_rules, mesh_platform
 from flaxformer_mt.objectives.cross_entropy import Metrics, Objective, Sums
 from flaxformer_mt.objectives.losses import accuracy, label_smoothed_cross_entropy
 from flaxformer_mt.training.devices import device_key, sum_over_devices
 from flaxformer_mt.training.parameters import Params, merge, split
 from flaxformer_mt.training.state import TrainState
+
+Tree = TypeVar("Tree")
 
 
 def train_step(
@@ -144,9 +148,7 @@ def gradients(
 
         return jax.grad(loss, has_aux=True)(trained)
 
-    gradient, sums = sum_over_devices(
-        _sum_over_parts(gradient_sum, batch, config.accumulation_steps)
-    )
+    gradient, sums = sum_over_devices(accumulate(gradient_sum, batch, config.accumulation_steps))
     # Without targets the gradient is 0, not NaN.
     weight = jnp.where(sums.weight > 0, sums.weight, 1)
     return jax.tree.map(lambda g: g / weight.astype(g.dtype), gradient), sums
@@ -211,24 +213,49 @@ def _padding(batch: Batch) -> tuple[Array, Array]:
     return padding, jnp.float32(positions)
 
 
-def _sum_over_parts(function: Callable[[Batch, Array], Any], batch: Batch, num_parts: int) -> Any:
-    """Sums function(rows, part) over parts of the batch, sequentially.
+def accumulate(function: Callable[[Any, Array], Tree], batch: Any, parts: int) -> Tree:
+    """Sums `function(rows, part)` over parts of the rows of a batch, one after the other.
 
-    Part p consists of rows p, p + num_parts, ...: if a device holds neighboring rows, every part
-    takes the same number of rows of each device, and no row has to move.
+        def gradient(rows, part):
+            loss = lambda params: fmt.cross_entropy(config, params, rows, key_of(part)).loss
+            return jax.grad(loss)(params)
+
+        total = fmt.accumulate(gradient, batch, parts=4)
+
+    Part p has the rows p, p + parts, ...: where a device has neighboring rows, every part takes as
+    many of each device, and no row moves. Sums of losses do not depend on the number of parts.
+
+    Args:
+      function: a pure function of some rows, in the form of `batch`, and the number of the part, an
+        int32 scalar, from which keys can be folded.
+      batch: a tree of arrays [B, ...].
+      parts: their number, which times the number of devices that share the rows divides B.
+
+    Returns:
+      The sum of what the function returns, a tree of arrays.
+
+    Raises:
+      UserError: the rows cannot be divided so.
     """
-    if num_parts == 1:
+    rows, mesh = len(jax.tree.leaves(batch)[0]), mesh_of_rules()
+    devices = 1 if mesh is None else row_shards(mesh)
+    if parts < 1 or rows % (parts * devices):
+        raise UserError(
+            f"{rows} rows cannot be divided evenly into {parts} parts on {devices} devices: the "
+            f"number of rows has to be a multiple of {parts * devices}"
+        )
+    if parts == 1:
         return function(batch, jnp.int32(0))
-    parts = jax.tree.map(
-        lambda rows: rows.reshape(-1, num_parts, *rows.shape[1:]).swapaxes(0, 1), batch
+    divided = jax.tree.map(
+        lambda rows: rows.reshape(-1, parts, *rows.shape[1:]).swapaxes(0, 1), batch
     )
-    numbers = jnp.arange(num_parts, dtype=jnp.int32)
+    numbers = jnp.arange(parts, dtype=jnp.int32)
 
-    def add(sums: Any, part: tuple[Batch, Array]) -> tuple[Any, None]:
+    def add(sums: Any, part: tuple[Any, Array]) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, sums, function(*part)), None
 
-    first = jax.tree.map(lambda rows: rows[0], (parts, numbers))
+    first = jax.tree.map(lambda rows: rows[0], (divided, numbers))
     zeros = jax.tree.map(
         lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(function, *first)
     )
-    return jax.lax.scan(add, zeros, (parts, numbers))[0]
+    return jax.lax.scan(add, zeros, (divided, numbers))[0]

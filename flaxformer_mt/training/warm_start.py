@@ -1,7 +1,10 @@
 """What a run takes from trained models: initial parameters, their vocabulary, a teacher."""
 
+import contextlib
 import dataclasses
+import functools
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,7 +13,7 @@ import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
 
-from flaxformer_mt.config import ExperimentConfig, TransformerConfig
+from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.config.fields import FieldRole, names_with
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers, read_tokenizers
 from flaxformer_mt.errors import UserError, prefixed
@@ -33,29 +36,91 @@ _FIXED_FIELDS = names_with(
 )
 
 
-def tokenizer_path(config: ExperimentConfig) -> str:
-    """Returns the folder of the vocabulary for a new run; "" if it is to be learned.
+@dataclasses.dataclass(frozen=True)
+class WarmStart:
+    """What `train.init_from` names: a run folder, or a file of parameters.
 
-    It is `data.tokenizer_path` if given, else the run folder that `train.init_from` names.
+    Of a run, the best checkpoint counts, and its moving average if there is one. A file is what
+    `flaxformer-mt convert --to flaxformer_mt` wrote. Vocabulary sizes of 0 fit any size.
     """
-    given, start = config.data.tokenizer_path, config.train.init_from
-    if given or not start or local(start).is_dir():
-        return given or start
-    raise UserError(
-        f"train.init_from={start} has no vocabulary: give the folder that has it as "
-        "data.tokenizer_path"
-    )
 
+    given: str
 
-def require_vocabulary(init_from: str, tokenizers: Tokenizers) -> None:
-    """Raises `UserError` if parameters of a run are of another vocabulary."""
-    if local(init_from).is_dir():
-        _check_same(
-            read_tokenizers(local(init_from)),
-            tokenizers,
-            f"train.init_from={init_from}",
-            " than data.tokenizer_path: leave the latter out",
+    @functools.cached_property
+    def _path(self) -> Path:
+        return local(self.given)
+
+    def check(self, model: TransformerConfig) -> None:
+        """Checks that the parameters are there and fit a model, as far as this takes no time."""
+        try:
+            if self._path.is_dir():
+                require_run(self._path)
+            else:
+                open_regular(self._path).close()
+        except UserError as error:
+            raise UserError(
+                f"train.init_from={self.given}: {error}; give a run folder, or a .safetensors file "
+                "that `flaxformer-mt convert` wrote"
+            ) from error
+        if self._path.is_dir():
+            with self._prefixed():
+                theirs = read_config(self._path).model
+                _check_fields(theirs, read_tokenizers(self._path).with_ids(model))
+
+    def tokenizer_path(self) -> str:
+        """Returns the folder of the vocabulary of the parameters; `UserError` for a file."""
+        if self._path.is_dir():
+            return self.given
+        raise UserError(
+            f"train.init_from={self.given} has no vocabulary: give the folder that has it as "
+            "data.tokenizer_path"
         )
+
+    def check_vocabulary(self, tokenizers: Tokenizers) -> None:
+        """Checks that parameters of a run are of this vocabulary."""
+        if self._path.is_dir():
+            _check_same(
+                read_tokenizers(self._path),
+                tokenizers,
+                f"train.init_from={self.given}",
+                " than data.tokenizer_path: leave the latter out",
+            )
+
+    def parameters(self, model: TransformerConfig, template: Params) -> Params:
+        """Loads the parameters.
+
+        Args:
+          model: the model to initialize, with its vocabulary sizes.
+          template: the shapes and dtypes of its parameters, which the result has as NumPy arrays.
+
+        Raises:
+          UserError: the parameters cannot be read, or belong to another model.
+        """
+        with self._prefixed():
+            if self._path.is_dir():
+                config = read_config(self._path).model
+                arrays = flatten_dict(restore_params(self._path, "best")[1], sep="/")
+            else:
+                content = parameter_file.read(self._path)
+                config, arrays = content.config, content.parameters
+            _check_fields(config, model)
+            _check_shapes(arrays, flatten_dict(template, sep="/"))
+        nested = unflatten_dict(arrays, sep="/")
+        return jax.tree.map(lambda leaf, array: np.asarray(array, leaf.dtype), template, nested)
+
+    def moments(self) -> dict[str, np.ndarray]:
+        """Loads the optimizer's state of a run, by `_moment_name`.
+
+        Raises:
+          UserError: its best checkpoint cannot be read, or holds parameters only.
+        """
+        with prefixed(f"train.init_optimizer, of {self.given}: "):
+            state = restore_params(self._path, "best", item=TRAINING)[1]
+        leaves = jax.tree_util.tree_leaves_with_path(state.get("opt_state"))
+        return {_moment_name(path): np.asarray(leaf) for path, leaf in leaves}
+
+    def _prefixed(self) -> contextlib.AbstractContextManager[None]:
+        return prefixed(f"train.init_from={self.given}: ")
 
 
 def load_teacher(folder: str, tokenizers: Tokenizers) -> tuple[Transformer | None, Params | None]:
@@ -75,77 +140,18 @@ def _check_same(theirs: Tokenizers, ours: Tokenizers, option: str, advice: str) 
             raise UserError(f"{option} has another {side} vocabulary{advice}")
 
 
-def require_parameters(init_from: str, model: TransformerConfig) -> None:
-    """Checks what `train.init_from` names, if anything, as far as this takes no time.
-
-    Vocabulary sizes of `model` may still be 0.
-    """
-    if not init_from:
-        return
-    try:
-        path = local(init_from)
-        if path.is_dir():
-            require_run(path)
-        else:
-            open_regular(path).close()
-    except UserError as error:
-        raise UserError(
-            f"train.init_from={init_from}: {error}; give a run folder, or a .safetensors file that "
-            "`flaxformer-mt convert` wrote"
-        ) from error
-    if path.is_dir():
-        with prefixed(f"train.init_from={init_from}: "):
-            model = read_tokenizers(path).with_ids(model)
-            _check_fields(read_config(path).model, model)
-
-
-def load_parameters(init_from: str, model: TransformerConfig, template: Params) -> Params:
-    """Loads the parameters that `train.init_from` names.
-
-    Args:
-      init_from: a run folder, whose best checkpoint is used (the moving average, if there is one),
-        or a file that `flaxformer-mt convert --to flaxformer_mt` wrote.
-      model: the model to initialize, with its vocabulary sizes.
-      template: the shapes and dtypes of its parameters, which the result has as NumPy arrays.
-
-    Raises:
-      UserError: the parameters cannot be read, or belong to another model.
-    """
-    path = local(init_from)
-    with prefixed(f"train.init_from={init_from}: "):
-        if path.is_dir():
-            config = read_config(path).model
-            arrays = flatten_dict(restore_params(path, "best")[1], sep="/")
-        else:
-            content = parameter_file.read(path)
-            config, arrays = content.config, content.parameters
-        _check_fields(config, model)
-        _check_shapes(arrays, flatten_dict(template, sep="/"))
-    return jax.tree.map(
-        lambda leaf, array: np.asarray(array, leaf.dtype), template, unflatten_dict(arrays, sep="/")
-    )
-
-
 def start_from(state: TrainState, params: Params, mesh: Mesh, rules: Rules = ()) -> TrainState:
     """Returns an initial state with other parameters, also as the start of the moving average.
 
     `params` are the same in every process; they are placed on the mesh.
     """
+
+    def placed() -> Params:
+        return place(params, mesh, rules)
+
     # Placed twice: a step donates its arguments, so the average needs its own arrays.
-    average = None if state.ema is None else place(params, mesh, rules)
-    return dataclasses.replace(state, params=place(params, mesh, rules), ema=average)
-
-
-def load_moments(init_from: str) -> dict[str, np.ndarray]:
-    """Loads the optimizer's state of the run that `train.init_from` names, by `_moment_name`.
-
-    Raises:
-      UserError: its best checkpoint cannot be read, or holds parameters only.
-    """
-    with prefixed(f"train.init_optimizer, of {init_from}: "):
-        state = restore_params(local(init_from), "best", item=TRAINING)[1]
-    leaves = jax.tree_util.tree_leaves_with_path(state.get("opt_state"))
-    return {_moment_name(path): np.asarray(leaf) for path, leaf in leaves}
+    average = None if state.ema is None else placed()
+    return dataclasses.replace(state, params=placed(), ema=average)
 
 
 def with_moments(

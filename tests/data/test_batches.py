@@ -7,9 +7,9 @@ from flaxformer_mt.config import DataConfig, ExperimentConfig, TrainConfig, Tran
 from flaxformer_mt.data.stream.batches import (
     BatchShape,
     Shard,
-    evaluation_batches,
     make_batch,
     packed_shape,
+    whole_batches,
 )
 from flaxformer_mt.data.stream.packing import Sentences, TokenPairs
 from flaxformer_mt.errors import UserError
@@ -48,7 +48,7 @@ def test_literal_batch():
 def test_evaluation_batches_contain_every_pair_once_in_one_shape():
     random = np.random.default_rng(0)
     corpus = pairs_of_lengths(random.integers(2, 10, (50, 2)))
-    batches = evaluation_batches(corpus, CONFIG)
+    batches = whole_batches(corpus, CONFIG)
     assert sorted(pair for batch in batches for pair in pairs_in(batch)) == all_pairs(corpus)
     assert {shape_of(batch) for batch in batches} == {packed_shape(CONFIG)}
 
@@ -56,7 +56,7 @@ def test_evaluation_batches_contain_every_pair_once_in_one_shape():
 def test_evaluation_does_not_truncate_long_pairs():
     long = [(13, 4), (4, 11), (16, 16), (17, 5), (100, 5_000)]
     corpus = pairs_of_lengths([(3, 4), *long, (5, 6)])
-    batches = evaluation_batches(corpus, CONFIG)
+    batches = whole_batches(corpus, CONFIG)
     assert sorted(pair for batch in batches for pair in pairs_in(batch)) == all_pairs(corpus)
     # At most as many attention weights as 4 rows of 12 x 10, but at least one row.
     assert [shape_of(batch) for batch in batches] == [
@@ -73,27 +73,27 @@ def test_evaluation_rows_are_no_longer_than_the_learned_positions():
     model = TransformerConfig(position_kind="learned", max_length=20)
     config = dataclasses.replace(CONFIG, model=model)
     corpus = pairs_of_lengths([(3, 4), (17, 5), (20, 20)])
-    batches = evaluation_batches(corpus, config)
+    batches = whole_batches(corpus, config)
     assert sorted(pair for batch in batches for pair in pairs_in(batch)) == all_pairs(corpus)
     assert max(shape_of(batch) for batch in batches[1:]) == BatchShape(1, 20, 20)
     too_long = pairs_of_lengths([(3, 4), (21, 5)])
     with pytest.raises(UserError, match=r"pair 2 has 21 tokens .*model\.max_length=20"):
-        evaluation_batches(too_long, config)
+        whole_batches(too_long, config)
     short = dataclasses.replace(model, max_length=11)
     with pytest.raises(UserError, match=r"rows of 12 source and 10 .*model\.max_length=11: set"):
-        evaluation_batches(corpus, dataclasses.replace(config, model=short))
+        whole_batches(corpus, dataclasses.replace(config, model=short))
 
 
 @pytest.mark.parametrize("row_shards", [1, 2, 4])
 def test_evaluation_batches_can_be_sharded(row_shards):
     config = dataclasses.replace(CONFIG, train=TrainConfig(batch_tokens=160))
     corpus = pairs_of_lengths([(3, 4), (13, 4), (20, 3), (200, 3)])
-    batches = evaluation_batches(corpus, config, row_shards)
+    batches = whole_batches(corpus, config, row_shards)
     assert len(batches) > 1
     for batch in batches:
         assert shape_of(batch).rows % row_shards == 0
     shards = [
-        evaluation_batches(corpus, config, row_shards, Shard(index, row_shards))
+        whole_batches(corpus, config, row_shards, Shard(index, row_shards))
         for index in range(row_shards)
     ]
     for parts, batch in zip(zip(*shards, strict=True), batches, strict=True):
@@ -103,7 +103,7 @@ def test_evaluation_batches_can_be_sharded(row_shards):
 
 def test_language_model_batches_have_no_encoder_side():
     corpus = encoded(None, [[15, 16, 2], [17, 2], [18] * 20 + [2]])
-    batches = evaluation_batches(corpus, CONFIG)
+    batches = whole_batches(corpus, CONFIG)
     assert sum(np.count_nonzero(batch.decoder_target_tokens == 2) for batch in batches) >= 2
     for batch in batches:
         assert batch.encoder_input_tokens is None

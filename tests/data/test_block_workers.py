@@ -39,7 +39,7 @@ def phrases(kind="bpe"):
     texts = Sentences.from_texts(text.sources)
 
     def repeated(count, weight):
-        pairs = TokenPairs(corpus.sources, corpus.targets, texts=texts)
+        pairs = TokenPairs(corpus.sources, corpus.targets, {"text": texts})
         pairs = pairs.take(np.arange(count) % len(texts))
         return dataclasses.replace(corpus, **vars(pairs), weight=weight)
 
@@ -84,7 +84,7 @@ def test_batches_are_the_same_with_any_number_of_workers(kind, data):
 
 def test_errors_of_workers_arrive():
     stream = stream_of(1, subword_sampling=0.1)
-    stream._arguments = (*stream._arguments[:-1], None)
+    stream._arguments = (*stream._arguments[:-2], None, None)
     with pytest.raises(ValueError, match="needs a vocabulary to sample from") as error:
         read(stream, 1)
     (note,) = error.value.__notes__

@@ -154,3 +154,27 @@ def test_wrong_arguments_are_named(tokenizers, model, tmp_path):
     other = dataclasses.replace(model, eos_id=model.eos_id + 1)
     with pytest.raises(UserError, match="eos_id"):
         fmt.packed(PAIRS, tokenizers, other, **arguments)
+
+
+def test_pairs_that_do_not_fit_are_counted(tokenizers, model, caplog):
+    pairs = [
+        ("the dog", "der Hund"),
+        ("the old house number 7 sleeps", "das alte Haus schläft"),
+    ] * 3
+    fmt.packed(pairs, tokenizers, model, rows=2, length=6)
+    (record,) = caplog.records
+    for part in ("3 of 6 pairs", "length=(6, 6)", 'long_sentences="truncate"'):
+        assert part in record.getMessage()
+    caplog.clear()
+    fmt.packed(pairs, tokenizers, model, rows=2, length=6, long_sentences="truncate")
+    assert "3 truncated" in caplog.text
+    caplog.clear()
+    fmt.packed(pairs, tokenizers, model, rows=2, length=32, drop_duplicates=True)
+    assert "2 of 6 pairs" in caplog.text
+    caplog.clear()
+    fmt.padded(pairs, tokenizers, model, length=6)
+    assert "3 of 6 pairs" in caplog.text
+    caplog.clear()
+    fmt.packed(pairs, tokenizers, model, rows=2, length=32)
+    fmt.padded(pairs, tokenizers, model, length=32)
+    assert not caplog.records

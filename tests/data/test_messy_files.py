@@ -309,6 +309,6 @@ def test_a_messy_file_is_read_and_its_lines_are_those_of_the_file(tmp_path):
     assert max(report.sources.longest, report.targets.longest) <= 64
     elsewhere = sum(corpora[0].division()[name] for name in ("valid", "test", "left_out"))
     assert report.pairs + elsewhere == len(rows)
-    assert json.loads((tmp_path / "cache" / "train-0" / "store.json").read_text())["places"] == [
+    assert json.loads((tmp_path / "cache" / "train-0" / "store.json").read_text())["locations"] == [
         [0, str(path)]
     ]

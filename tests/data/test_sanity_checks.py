@@ -112,14 +112,14 @@ def corpus_of(name, *pairs, **fields):
 
 
 def warn(training, held_out, data, **options):
-    warn_of_shared_text(training, HeldOutText.of(held_out, data), data, **options)
+    warn_of_shared_text(training, HeldOutText.of(held_out), data, **options)
 
 
-def kinds(training, held_out, **options):
-    """What each held-out pair shares: "pair", "source", "target", "near" or ""."""
-    text = HeldOutText.of([held_out], DataConfig(**options))
+def kinds(training, held_out):
+    """What each held-out pair shares: "pair", "source", "target" or ""."""
+    text = HeldOutText.of([held_out])
     shared = text.find(training.pairs(), itertools.count(1))
-    names = ["pair", "source", "target", "near"]
+    names = ["pair", "source", "target"]
     return [names[shared[held][0]] if held in shared else "" for held in range(len(held_out))]
 
 
@@ -133,7 +133,6 @@ def kinds(training, held_out, **options):
         ("Where is the caf\u200bé?", "Où est le café ?", "pair"),
         ("Where is the café?", "Où se trouve le café ?", "source"),
         ("Where's the café?", "Où est le café ?", "target"),
-        ("Where is the old café?", "Où est le vieux café ?", "near"),
         ("There was a house.", "Il y avait une maison.", ""),
         ("", "?", ""),
     ],
@@ -141,8 +140,7 @@ def kinds(training, held_out, **options):
 def test_what_a_held_out_pair_shares(source, target, kind):
     training = corpus_of("training", ("Where is the café?", "Où est le café ?"), ("", ""))
     held_out = corpus_of("held out", (source, target))
-    assert kinds(training, held_out) == ["" if kind == "near" else kind]
-    assert kinds(training, held_out, near_duplicates=0.5) == [kind]
+    assert kinds(training, held_out) == [kind]
 
 
 def test_shared_text_is_counted_with_an_example_of_each_kind(caplog):

@@ -71,7 +71,7 @@ def test_what_held_out_text_shares_is_found_while_parts_are_made(tmp_path, caplo
     )
     data = dataclasses.replace(CONFIG.data, max_words=9)
     config = dataclasses.replace(CONFIG, data=data)
-    text = HeldOutText.of([held_out], data)
+    text = HeldOutText.of([held_out])
     warn_of_shared_text(CORPORA, text, data)
     read = [*caplog.messages]
     assert len(read) == 3
@@ -83,7 +83,7 @@ def test_what_held_out_text_shares_is_found_while_parts_are_made(tmp_path, caplo
     warn_of_shared_text(unreadable, text, data, stores=stores)
     assert caplog.messages == read
     # Of other held-out text, a store knows nothing.
-    other = HeldOutText([held_out], near_duplicates=0.9)
+    other = HeldOutText([held_out, held_out])
     with pytest.raises(ValueError, match="zip"):
         warn_of_shared_text(unreadable, other, data, stores=stores)
 

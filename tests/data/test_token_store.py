@@ -66,7 +66,7 @@ def test_a_store_contains_the_tokens_of_the_kept_pairs(tmp_path, monkeypatch):
     assert stored.report.pairs == 6
     assert stored.report.dropped["empty side"].count == 1
     assert stored.report.targets == wanted.report.targets
-    assert stored.texts is None
+    assert not stored.fields
     assert not stored.targets.tokens.flags.owndata
 
 
@@ -153,7 +153,7 @@ def test_a_store_depends_on_no_option_outside_its_key(tmp_path):
 @pytest.mark.parametrize(
     "name",
     [
-        "source.tokens", "source.offsets", "target.tokens", "target.offsets", "text.bytes",
+        "source.tokens", "source.offsets", "target.tokens", "target.offsets", "text.values",
         "text.offsets", "seen.hashes", "store.json", "manifest.json",
     ],
 )  # fmt: skip

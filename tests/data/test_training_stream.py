@@ -87,7 +87,7 @@ class RepeatingSampler:
 def sampled_corpus(count):
     corpus = random_pairs(count)
     texts = Sentences.from_texts([str(10 + i) for i in range(count)])
-    return dataclasses.replace(corpus, texts=texts)
+    return dataclasses.replace(corpus, fields={"text": texts})
 
 
 @hypothesis.settings(max_examples=20)

@@ -26,6 +26,13 @@ def test_every_public_name_has_an_entry_with_an_example(name):
     assert "\n```python\n" in section(f"flaxformer_mt.{name}")
 
 
+def test_the_page_of_scripts_is_short_and_lists_all_names():
+    text = (ROOT / "docs/library.md").read_text(encoding="utf-8")
+    rows = [row for row in text.splitlines() if row.startswith("| [") and "reference-" in row]
+    assert {*re.findall(r"`(\w+)`", "".join(rows))} == {*fmt.__all__} - {"__version__"}
+    assert len(text.split()) <= 1200
+
+
 @pytest.mark.parametrize("name", ENTRIES)
 def test_every_entry_is_a_documented_object_under_its_heading(name):
     module, _, attribute = name.rpartition(".")

@@ -9,8 +9,7 @@ from fuzz.world import World
 
 OUTPUT = "output"
 COMMANDS = (
-    "average", "convert", "evaluate", "export", "lexicon", "prepare", "resume", "train",
-    "translate",
+    "average", "convert", "evaluate", "export", "lexicon", "resume", "train", "translate",
 )  # fmt: skip
 
 

@@ -2,8 +2,8 @@
 
 `core` runs a command in this process and judges its outcome; `world` makes the intact files that
 cases start from; `mutations` damages bytes and JSON. Each other module generates the cases of one
-kind, a function of (kind, seed): `command_lines`, `corpora`, `checkpoints`, `data_sets`,
-`foreign_folders`, `damage`. What a case found before is in `literal_cases`.
+kind, a function of (kind, seed): `command_lines`, `corpora`, `data_sets`, `foreign_folders`,
+`damage`. What a case found before is in `literal_cases`.
 
 What counts as accepted nonsense, which is exit code 0 although
 
@@ -17,6 +17,6 @@ What counts as accepted nonsense, which is exit code 0 although
   (`damage.difference`);
 - a converted file has other values than the intact one's although its format has checksums, values
   that are not finite, or tensors, sizes or ids that contradict each other
-  (`checkpoints.difference`, `foreign_folders.usable`);
+  (`foreign_folders.usable`);
 - a run that a folder was converted to cannot be translated with (`foreign_folders.usable`).
 """

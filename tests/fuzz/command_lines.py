@@ -33,7 +33,6 @@ OPTIONS = {
     "inspect": ("run", "checkpoint", "parameters", "json"),
     "average": ("run", "last", "best", "output"),
     "lexicon": ("run", "source", "target", "output"),
-    "prepare": ("path", "output", "source-language", "target-language", "format", "splits"),
     "convert": ("from", "to", "set", "accept", "quantization"),
     "parity": ("family", "checkpoint", "set", "dtype", "size", "steps", "seed", "json", "html",
                "markdown"),

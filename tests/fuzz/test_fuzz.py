@@ -1,4 +1,4 @@
-"""Malformed input of every kind: some 10 cases here, 5,000 with `-m slow`.
+"""Malformed input of every kind: some 10 cases here, 4,000 with `-m slow`.
 
 A case is a function of (kind, seed). To run one again:
 
@@ -11,7 +11,6 @@ import random
 import pytest
 
 from fuzz import (
-    checkpoints,
     command_lines,
     corpora,
     damage,
@@ -22,7 +21,6 @@ from fuzz.core import remove, run_command
 from fuzz.literal_cases import LITERAL_CASES, WITHOUT_A_RUN
 
 MAKERS = {
-    "checkpoints": (checkpoints.make, 1000),
     "command_lines": (command_lines.make, 1200),
     "corpora": (corpora.make, 700),
     "damage": (damage.make, 700),

@@ -1,4 +1,4 @@
-"""The intact files that cases start from: text, run folders, exported models, checkpoints."""
+"""The intact files that cases start from: text, run folders, an exported model, data sets."""
 
 import dataclasses
 import functools
@@ -8,14 +8,10 @@ from typing import Any
 
 import datasets
 import hub_models
-import numpy as np
-import opus_mt
-import sentencepiece
-import yaml
+import tfds_folder
 
 from flaxformer_mt.config import DataConfig
 from flaxformer_mt.data.corpora.corpus import load_corpus
-from flaxformer_mt.interop.formats import marian_files
 from fuzz.core import run_command
 
 REPOSITORY = Path(__file__).parents[2]
@@ -50,47 +46,6 @@ OPTIONS = (
     f"--train.num-steps={STEPS}",
 )
 """A model that every format can hold, and that trains in a second."""
-
-MARIAN_OPTIONS = {
-    "type": "transformer",
-    "dim-emb": 8,
-    "enc-depth": 1,
-    "dec-depth": 1,
-    "transformer-heads": 2,
-    "transformer-dim-ffn": 16,
-    "transformer-ffn-activation": "relu",
-    "transformer-preprocess": "",
-    "transformer-postprocess": "dan",
-    "tied-embeddings-all": True,
-    "transformer-decoder-autoreg": "rnn",
-    "dec-cell": "ssru",
-}
-MARIAN_DECODING = {
-    "relative-paths": True,
-    "models": ["model.npz"],
-    "vocabs": ["vocab.spm", "vocab.spm"],
-    "beam-size": 1,
-    "normalize": 1.0,
-    "max-length-factor": 2.0,
-}
-
-
-def marian_tensors(size: int, width: int = 8, hidden: int = 16) -> dict[str, np.ndarray]:
-    """Returns random tensors of a model with `MARIAN_OPTIONS`."""
-    shapes = {"decoder_ff_logit_out_b": (1, size), "Wemb": (size, width)}
-    for name in ("encoder_l1_self", "decoder_l1_context"):
-        shapes |= {f"{name}_W{letter}": (width, width) for letter in "qkvo"}
-        shapes |= {f"{name}_b{letter}": (1, width) for letter in "qkvo"}
-        shapes |= {f"{name}_Wo_ln_{part}": (1, width) for part in ("scale", "bias")}
-    for name in ("encoder_l1_ffn", "decoder_l1_ffn"):
-        shapes |= {f"{name}_W1": (width, hidden), f"{name}_b1": (1, hidden)}
-        shapes |= {f"{name}_W2": (hidden, width), f"{name}_b2": (1, width)}
-        shapes |= {f"{name}_ffn_ln_{part}": (1, width) for part in ("scale", "bias")}
-    unit = "decoder_l1_rnn"
-    shapes |= {f"{unit}_W": (width, width), f"{unit}_Wf": (width, width), f"{unit}_bf": (1, width)}
-    shapes |= {f"{unit}_ffn_ln_{part}": (1, width) for part in ("scale", "bias")}
-    rng = np.random.default_rng(0)
-    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,42 +89,10 @@ class World:
     @functools.cached_property
     def marian(self) -> Path:
         """The run as a model of Hugging Face's Marian."""
-        self.convert(self.run, self.folder / "marian", "marian")
-        return self.folder / "marian"
-
-    @functools.cached_property
-    def native(self) -> Path:
-        """A model of Marian with random parameters and a vocabulary of its own."""
-        folder = self.folder / "native"
-        folder.mkdir()
-        text = (self.text / "train.en").read_text() + (self.text / "train.de").read_text()
-        special = {"pad_id": -1, "bos_id": -1, "eos_id": 0, "unk_id": 1}
-        vocabulary = opus_mt.train_model(text.splitlines(), 120, model_type="bpe", **special)
-        (folder / "vocab.spm").write_bytes(vocabulary)
-        size = sentencepiece.SentencePieceProcessor(model_proto=vocabulary).vocab_size()
-        marian_files.write_npz(
-            folder / "model.npz",
-            marian_tensors(size),
-            {**MARIAN_OPTIONS, "dim-vocabs": [size, size]},
-        )
-        (folder / "config.yml").write_text(yaml.safe_dump(MARIAN_DECODING))
-        return folder
-
-    def convert(self, source: Path, output: Path, family: str) -> None:
-        given = ("--from", "flaxformer_mt", "--to", family)
-        self.succeed("convert", *given, str(source), str(output))
-
-    @functools.cached_property
-    def checkpoints(self) -> dict[str, Path]:
-        """Checkpoint files of several families and formats, by "family suffix"."""
-        files = {}
-        for family in ("flaxformer_mt", "marian"):
-            for suffix in ("safetensors", "pt"):
-                path = self.folder / f"{family}.{suffix}"
-                if family != "flaxformer_mt" or suffix == "safetensors":
-                    self.convert(self.run, path, family)
-                    files[f"{family} {suffix}"] = path
-        return files
+        output = self.folder / "marian"
+        given = ("--from", "flaxformer_mt", "--to", "marian")
+        self.succeed("convert", *given, str(self.run), str(output))
+        return output
 
     @functools.cached_property
     def hub(self) -> Path:
@@ -200,9 +123,13 @@ class World:
             each.flatten().rename_columns(
                 {"translation.en": "en", "translation.de": "de"}
             ).to_parquet(folders["parquet"] / f"{split}.parquet")
-        options = ("--source-language", "en", "--target-language", "de")
-        given = ("--path", str(self.text), "--output", str(folders["tfds"]), *options)
-        self.succeed("prepare", *given)
+        pairs = {
+            {"valid": "validation"}.get(split, split): [
+                (pair["en"], pair["de"]) for pair in each["translation"]
+            ]
+            for split, each in rows.items()
+        }
+        tfds_folder.write(folders["tfds"], **pairs)
         return folders
 
     def training(self, workdir: Path, text: Path | None = None) -> tuple[str, ...]:
@@ -230,9 +157,6 @@ class World:
             "inspect": (given, "--json"),
             "average": (given, "--last=2", written),
             "lexicon": (given, f"--source={text}/train.en", f"--target={text}/train.de", written),
-            "prepare": (
-                f"--path={text}", written, "--source-language=en", "--target-language=de",
-            ),
             "convert": ("--from=flaxformer_mt", "--to=marian", str(run), f"{output}.safetensors"),
             "parity": ("--family=torch",),
             "train": self.training(output),

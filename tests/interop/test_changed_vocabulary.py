@@ -1,10 +1,7 @@
 """Trimmed and extended vocabularies: tokens, logits, and round trips through transformers."""
 
-import functools
-
 import hub_models
 import numpy as np
-import opus_mt
 import pytest
 import transformers
 
@@ -24,32 +21,8 @@ NEEDED = [*PHRASES.sources[:12], *PHRASES.targets[:12]]
 KINDS = ["t5", "nllb", "mbart50", "bart", "m2m100", "marian"]
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """Returns the folder of a kind."""
-    root = tmp_path_factory.mktemp("vocabularies")
-
-    @functools.cache
-    def make(kind):
-        if kind != "marian":
-            hub_models.save(kind, TEXTS, root / kind)
-            return root / kind
-        pieces = opus_mt.train_model(TEXTS, 150)
-        config = opus_mt.config(opus_mt.write_tokenizer(root / kind, pieces, pieces))
-        model = opus_mt.random_model(config)
-        model.generation_config.max_length = 24
-        model.save_pretrained(root / kind)
-        return root / kind
-
-    return make
-
-
-def family_of(kind):
-    return "marian" if kind == "marian" else hub_models.KINDS[kind][0]
-
-
 def convert(kind, folder, output, *options):
-    family = family_of(kind)
+    family = hub_models.family_of(kind)
     arguments = ["--from", family, "--to", family, str(folder), str(output), *options]
     assert main(["convert", *arguments]) == 0
     return huggingface.read(output, family=family)[0]
@@ -66,9 +39,9 @@ def logits(bundle, source, target):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_trimmed_vocabulary_computes_the_same(kind, saved, tmp_path, capsys):
     (tmp_path / "text").write_text("\n".join(NEEDED))
-    before = huggingface.read(saved(kind), family=family_of(kind))[0]
+    before = huggingface.read(saved(kind)[0], family=hub_models.family_of(kind))[0]
     options = ("--trim-vocabulary", str(tmp_path / "text"))
-    after = convert(kind, saved(kind), tmp_path / "small", *options)
+    after = convert(kind, saved(kind)[0], tmp_path / "small", *options)
     assert "are equal to the bit" in capsys.readouterr().err
     old, new = before.tokenizers, after.tokenizers
     assert new.target.vocab_size < old.target.vocab_size
@@ -113,8 +86,8 @@ LANGUAGES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_new_tokens_have_the_mean_of_their_pieces(kind, saved, tmp_path, capsys):
-    before = huggingface.read(saved(kind), family=family_of(kind))[0]
-    after = convert(kind, saved(kind), tmp_path / "large", "--add-token", "[CITE]", "qqq")
+    before = huggingface.read(saved(kind)[0], family=hub_models.family_of(kind))[0]
+    after = convert(kind, saved(kind)[0], tmp_path / "large", "--add-token", "[CITE]", "qqq")
     assert "are equal to the bit" in capsys.readouterr().err
     old, new = before.tokenizers.source, after.tokenizers.source
     size = old.vocab_size
@@ -139,7 +112,7 @@ def test_new_tokens_have_the_mean_of_their_pieces(kind, saved, tmp_path, capsys)
 def test_new_languages_begin_as_related_ones(kind, saved, tmp_path, capsys):
     name, like = LANGUAGES[kind]
     options = ("--add-language", name, "--like", like)
-    after = convert(kind, saved(kind), tmp_path / "large", *options)
+    after = convert(kind, saved(kind)[0], tmp_path / "large", *options)
     source = after.tokenizers.source
     (token,), (related,) = source.encode_parts([name, like])
     assert token in source.language_ids
@@ -158,7 +131,7 @@ def test_new_languages_begin_as_related_ones(kind, saved, tmp_path, capsys):
 
 def test_marian_learns_a_language_code(saved, tmp_path):
     options = ("--add-language", ">>tyv<<", "--like", ">>fra<<")
-    after = convert("marian", saved("marian"), tmp_path / "large", *options)
+    after = convert("marian", saved("marian")[0], tmp_path / "large", *options)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "large")
     (token,), (related,) = after.tokenizers.source.encode_parts([">>tyv<<", ">>fra<<"])
     assert theirs(">>tyv<< a").input_ids[0] == token
@@ -178,7 +151,7 @@ def test_marian_learns_a_language_code(saved, tmp_path):
     ],
 )
 def test_refusals(options, message, saved, tmp_path, capsys):
-    folder = str(saved("nllb"))
+    folder = str(saved("nllb")[0])
     arguments = ["--from", "m2m100", "--to", "m2m100", folder, str(tmp_path / "out"), *options]
     assert main(["convert", *arguments]) != 0
     assert message in capsys.readouterr().err

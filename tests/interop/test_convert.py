@@ -20,10 +20,8 @@ from toy_references import (
     VARIANTS,
     Variant,
 )
-from trained_references import assert_identical
 
 from flaxformer_mt import interop, presets
-from flaxformer_mt.cli import main
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.adaptation import adapt
@@ -34,26 +32,15 @@ from flaxformer_mt.interop.weight_maps.validation import check_switches
 from flaxformer_mt.model.functional import parameter_shapes
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.parity import references
-from flaxformer_mt.presets import FAMILY_ALIASES, canonical_family
 
 EPSILON = ("norm_epsilon",)
 
 PRE = {"norm_position": "pre"}
-EVEN_HEADS = {"head_dim": 4, "value_dim": 4}
 OPENNMT = {"pad_id": 1, "bos_id": 2, "eos_id": 3}
 RELU_MARIAN = Variant(
     "marian",
     ONE_VOCABULARY | {"pad_id": 10, "eos_id": 0, "max_length": 20, "activation": "relu"},
     {"activation": "relu"},
-)
-SCALED_JADORE = Variant(
-    "jadore801120",
-    ONE_VOCABULARY | EVEN_HEADS | {"scale_embeddings": True},
-    {"scale_embeddings": True},
-)
-TIED_OPENNMT = Variant(
-    "opennmt",
-    OPENNMT | {"position_layout": "concatenated", "tie_embeddings": "target_output"},
 )
 LEARNED = "position_kind=sinusoidal becomes learned: tables of "
 FAIRSEQ_START = "fairseq's code starts from the end token"
@@ -108,32 +95,6 @@ CASES = {
         "fairseq",
         ("norm_epsilon=1e-06 becomes 1e-05: accepted", LEARNED, "qkv_bias=False",
          "attention_output_bias=False", "mask_target_padding=False", FAIRSEQ_START),
-        EPSILON,
-    ),
-    "tunz to opennmt": Case(
-        VARIANTS["tunz"],
-        "opennmt",
-        ("output_bias=False becomes True: zeros", "mask_target_padding", "zero_pad_embeddings",
-         "decoding starts from a zero vector; opennmt's code starts from the start token"),
-    ),
-    "opennmt to tunz": Case(
-        TIED_OPENNMT,
-        "tunz",
-        ("feed_forward_bias=False becomes True: zeros",
-         "output_bias=True becomes False: biases without effect are removed",
-         "mask_target_padding", "zero_pad_embeddings", "tunz's code starts from a zero vector"),
-        zeros=("generator.bias",),
-    ),
-    "torch to fairseq": Case(
-        VARIANTS["torch_post"],
-        "fairseq",
-        (LEARNED, "output_bias=True becomes False", "zero_pad_embeddings", FAIRSEQ_START),
-        zeros=("generator.bias",),
-    ),
-    "jadore801120 to fairseq": Case(
-        SCALED_JADORE,
-        "fairseq",
-        ("norm_epsilon", LEARNED, "qkv_bias", "attention_output_bias", "zero_pad", FAIRSEQ_START),
         EPSILON,
     ),
     "torch without scale to opennmt": Case(
@@ -386,26 +347,6 @@ def test_layers_without_embeddings_are_converted_as_they_are(tmp_path):
     config, params = interop.load("torch", target, num_heads=4, final_norm=False)
     assert config.target_vocab_size == 0
     chex.assert_trees_all_equal(params, interop.model_params(expected))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("alias", FAMILY_ALIASES)
-def test_a_former_family_name_converts_as_the_current_one(alias, tmp_path):
-    name = canonical_family(alias)
-    variant = ALL[name]
-    source = tmp_path / "source.pt"
-    torch.save(variant.build().state_dict(), source)
-    config, params = interop.load(alias, source, **variant.hints)
-    assert config == interop.load(name, source, **variant.hints)[0]
-    interop.save(alias, config, params, tmp_path / "saved.pt")
-
-    own = tmp_path / "own.safetensors"
-    options = ["--from", alias, "--to", OWN, "--set", f"num_heads={config.num_heads}"]
-    assert main(["convert", *options, str(source), str(own)]) == 0
-    with safetensors.safe_open(own, framework="np") as file:
-        assert file.metadata()["origin"] == name
-    convert(OWN, alias, own, tmp_path / "back.pt")
-    assert_identical(torch.load(tmp_path / "back.pt"), torch.load(source))
 
 
 def test_our_own_file_may_name_the_family_of_its_tensors_by_an_alias(tmp_path):

@@ -3,9 +3,7 @@
 import dataclasses
 import functools
 import json
-import os
 import warnings
-from pathlib import Path
 
 import ctranslate2
 import jax
@@ -19,11 +17,7 @@ import torch
 
 from flaxformer_mt.cli import main
 from flaxformer_mt.config import DataConfig, DecodeConfig, TrainConfig, TransformerConfig
-from flaxformer_mt.config.files import load_config
 from flaxformer_mt.data.corpora.corpus import load_corpus
-from flaxformer_mt.data.corpora.text_files import read_lines
-from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
-from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.decoding.scoring.scorer import Scorer
 from flaxformer_mt.decoding.translator import Translator
 from flaxformer_mt.errors import UserError
@@ -130,22 +124,6 @@ def test_search_and_scores_are_ours(exported):
     assert ours == theirs
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(
-    not {"FLAXFORMER_MT_RUN", "FLAXFORMER_MT_DATA"} <= set(os.environ),
-    reason="set FLAXFORMER_MT_DATA to a folder with multi30k-en-de, and FLAXFORMER_MT_RUN to a run "
-    "of configs/multi30k_marian_en_de.py",
-)
-def test_real_sentences_are_translated_and_scored_as_by_us(tmp_path):
-    bundle = with_decode(ModelBundle.of_run(Path(os.environ["FLAXFORMER_MT_RUN"])), SAME_SEARCH)
-    write(bundle, tmp_path / "ctranslate2")
-    data = Path(os.environ["FLAXFORMER_MT_DATA"], "multi30k-en-de")
-    sources, references = (read_lines(data / f"test.{code}.gz")[:500] for code in ("en", "de"))
-    same, ours, theirs = differences(bundle, tmp_path / "ctranslate2", sources, references)
-    assert same >= 0.995
-    assert abs(ours - theirs) < 0.05
-
-
 def write_separate_tokenizers(folder):
     """Returns the vocabularies, and the configuration of a model."""
     models = (
@@ -154,23 +132,6 @@ def write_separate_tokenizers(folder):
     )
     vocabularies = opus_mt.write_tokenizer(folder, *models, separate=True)
     return vocabularies, opus_mt.config(vocabularies, share_encoder_decoder_embeddings=False)
-
-
-@pytest.mark.slow
-def test_published_folders_with_separate_vocabularies_go_on_to_ctranslate2(tmp_path):
-    _, config = write_separate_tokenizers(tmp_path / "published")
-    assert config.vocab_size != config.decoder_vocab_size
-    opus_mt.random_model(config).save_pretrained(tmp_path / "published")
-    bundle = huggingface.read(tmp_path / "published")[0]
-    write(bundle, tmp_path / "ctranslate2")
-    bundle = with_decode(bundle, SAME_SEARCH)
-    sources, targets = PHRASES.sources[:20], PHRASES.targets[:20]
-    scorer = Scorer(bundle.config.model, bundle.params, bundle.tokenizers, bundle.config.decode)
-    scores = Served(tmp_path / "ctranslate2").score(sources, targets)
-    for own, log_probs in zip(
-        scorer.stream(zip(sources, targets, strict=True)), scores, strict=True
-    ):
-        assert own.token_log_probabilities == pytest.approx(log_probs, abs=1e-4)
 
 
 TINY = {
@@ -223,25 +184,10 @@ ARRANGEMENTS = {
         "head_dim": 4,
         "value_dim": 10,
     },
-    "rotary halves": {
-        "position_kind": "rotary",
-        "position_layout": "concatenated",
-        "position_base": 100.0,
-    },
     "alibi": {"position_kind": "alibi", "num_heads": 4},
     "grouped queries, narrow values": {"num_heads": 4, "num_kv_heads": 2, "value_dim": 3},
-    "one key for all queries, rotary": {
-        "num_heads": 4,
-        "num_kv_heads": 1,
-        "norm_position": "pre",
-        "final_norm": True,
-        "position_kind": "rotary",
-    },
-    "learned positions": {"position_kind": "learned", "position_offset": 2},
-    "no positions": {"position_kind": "none", "tie_embeddings": "target_output"},
     "unbiased standard deviation": {"norm_kind": "unbiased_std"},
 }
-CHEAP = list(ARRANGEMENTS)[:4]
 
 
 def random_bundle(model, tokenizers=None, seed=0):
@@ -300,10 +246,7 @@ def assert_scores_are_ours(bundle, folder, sources, targets):
 
 
 @pytest.mark.slow_except("rotary, narrow values, from a zero vector")
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=() if n in CHEAP else pytest.mark.slow) for n in ARRANGEMENTS],
-)
+@pytest.mark.parametrize("name", ARRANGEMENTS)
 def test_every_arrangement_has_our_scores(name, tmp_path):
     bundle = random_bundle(TransformerConfig(**TINY | ARRANGEMENTS[name]))
     write(bundle, tmp_path / "served", ("norm_epsilon",))
@@ -347,44 +290,6 @@ def test_exports_are_known_from_the_configuration():
     assert exports(student)["marian-native"] == ""
     assert exports(student)["ctranslate2"] == "decoder_kind=ssru"
     assert exports(dataclasses.replace(plain, has_inputs=False))["jax"] == "has_inputs=False"
-
-
-CONFIGS = ("quickstart", "forkme", "multi30k_tiny_en_de")
-
-
-def config_of(name):
-    return load_config(Path(__file__).parents[2] / "configs" / f"{name}.py")
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_models_of_the_configurations_can_be_served(name):
-    config = config_of(name)
-    assert exports(config.model)["ctranslate2"] == ""
-    bundle = talker_bundle(config.decode)
-    if name == "forkme":  # A template whose exports translate like the run.
-        assert to_settings(bundle)[1] == ()
-
-
-def talker_bundle(decode):
-    made = talker.make_talker()
-    config = dataclasses.replace(made.config, model=made.model, decode=decode)
-    return ModelBundle(config, made.params, made.tokenizers)
-
-
-@pytest.mark.slow
-def test_the_end_token_has_the_name_that_scripts_append(tmp_path):
-    names = {"pad_id": 0, "bos_id": 1, "eos_id": 2, "unk_id": 3}
-    names |= {"eos_piece": "<end>", "unk_piece": "<unknown>"}
-    content = opus_mt.train_model(talker.sentences(100), 60, **names)
-    tokenizers = Tokenizers(*[SentencePieceTokenizer(content)] * 2)
-    model = preset("marian", pad_id=0, bos_id=0, eos_id=2, **TINY)
-    bundle = random_bundle(model, tokenizers)
-    write(bundle, tmp_path / "served")
-    assert_scores_are_ours(bundle, tmp_path / "served", ["Hund läuft"], ["die Wiese"])
-    served = Served(tmp_path / "served")
-    sources = talker.sentences(8, 3)
-    ours = [hypothesis.score for hypothesis in best(bundle, sources)]
-    assert ours == pytest.approx([score for _, score in served.translate(sources)], abs=1e-4)
 
 
 @pytest.mark.slow
@@ -473,21 +378,6 @@ def test_unsupported_options_are_reported(exported):
     copying = dataclasses.replace(SAME_SEARCH, copy_unknown=True)
     (loss,) = to_settings(with_decode(bundle, copying))[1]
     assert loss.startswith("decode.copy_unknown=True differs in CTranslate2")
-
-
-@pytest.mark.slow
-def test_computed_positions_cover_all_input_that_is_not_split(tmp_path):
-    bundle = random_bundle(preset("marian", **TINY | {"max_length": 8}))
-    bundle = with_decode(bundle, dataclasses.replace(SAME_SEARCH, max_length=6))
-    write(bundle, tmp_path / "served", ("norm_epsilon",))
-    source = " ".join(talker.sentences(10, 3))
-    assert len(bundle.tokenizers.source.encode([source])[0]) > 16
-    (own,) = best(bundle, [source])
-    ((pieces, score),) = Served(tmp_path / "served").translate([source])
-    end = bundle.config.model.eos_id
-    tokens = [token for token in own.tokens if token != end]
-    assert bundle.tokenizers.target.pieces(tokens) == pieces
-    assert own.score == pytest.approx(score, abs=1e-4)
 
 
 def test_invalid_outputs_are_rejected(exported, tmp_path):

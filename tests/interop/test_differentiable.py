@@ -73,11 +73,3 @@ def test_a_tied_table_is_one_tensor_only_if_the_configuration_ties_it():
     module = VARIANTS["jadore801120_prj_all"].build()
     with pytest.raises(UserError, match=r"src_word_emb\.weight and .*trg_word_emb\.weight are one"):
         check("jadore801120_prj_all", module, tie_embeddings="none", scale_logits=False)
-
-
-def test_a_wrapped_module_is_named():
-    module = torch.nn.DataParallel(VARIANTS["torch_post"].build())
-    with pytest.raises(
-        UserError, match=r"begin with 'module\.'.*give the module inside, module\.mod"
-    ):
-        check("torch_post", module)

@@ -10,7 +10,6 @@ import chex
 import hub_models
 import jax
 import numpy as np
-import opus_mt
 import pytest
 import safetensors.torch
 import torch
@@ -28,27 +27,6 @@ from flaxformer_mt.interop.weight_maps.mapping import model_params
 PHRASES = load_corpus(DataConfig(corpus="phrases", generated_pairs=300), "train")
 TEXTS = [*PHRASES.sources[:20], "", " a  b ", "</s> x", "<mask> y"]
 TOKENIZER = "tokenizer_config.json"
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """Returns the folder of a kind, and its model."""
-    root = tmp_path_factory.mktemp("forms")
-    texts = [*PHRASES.sources, *PHRASES.targets]
-
-    @functools.cache
-    def make(kind):
-        if kind != "marian":
-            return root / kind, hub_models.save(kind, texts, root / kind)[0]
-        pieces = opus_mt.train_model(texts, 150)
-        model = opus_mt.random_model(
-            opus_mt.config(opus_mt.write_tokenizer(root / kind, pieces, pieces))
-        )
-        model.generation_config.max_length = 24
-        model.save_pretrained(root / kind)
-        return root / kind, model
-
-    return make
 
 
 @pytest.fixture
@@ -69,11 +47,7 @@ def edit(path, **changes):
 
 
 def read(kind, folder):
-    return huggingface.read(folder, family=family_of(kind))
-
-
-def family_of(kind):
-    return "marian" if kind == "marian" else hub_models.KINDS[kind][0]
+    return huggingface.read(folder, family=hub_models.family_of(kind))
 
 
 def assert_tokens_agree(tokenizers, theirs, texts=TEXTS):
@@ -121,7 +95,7 @@ def test_vocabularies_of_earlier_versions(kind, has_settings, saved, copied):
         return
     bundle, _ = read(kind, folder)
     assert_tokens_agree(bundle.tokenizers, transformers.AutoTokenizer.from_pretrained(folder))
-    huggingface.write(bundle, folder / "again", family=family_of(kind))
+    huggingface.write(bundle, folder / "again", family=hub_models.family_of(kind))
     again = Tokenizers.load(folder / "again")
     assert again.target.fingerprint == bundle.tokenizers.target.fingerprint
 
@@ -272,7 +246,7 @@ ALL_KINDS = ["t5", "flan", "mt5", "nllb", "m2m100", "mbart50", "bart", "marian"]
 @pytest.mark.parametrize("form", WEIGHT_FORMS)
 @pytest.mark.parametrize("kind", others_are_slow(ALL_KINDS, ["m2m100", "bart"]))
 def test_weights_as_libraries_write_them(kind, form, saved, tmp_path):
-    folder, theirs = saved(kind)
+    folder, theirs, _ = saved(kind)
     written, again = tmp_path / "written", tmp_path / "again"
     shutil.copytree(folder, written)
     WEIGHT_FORMS[form](written, theirs)
@@ -283,7 +257,7 @@ def test_weights_as_libraries_write_them(kind, form, saved, tmp_path):
         narrow = {"bfloat16": jax.numpy.bfloat16, "float16": np.float16}[form]
         expected = jax.tree.map(lambda array: array.astype(narrow).astype("f4"), expected)
     chex.assert_trees_all_equal(model_params(bundle.params), model_params(expected))
-    huggingface.write(bundle, again, family=family_of(kind))
+    huggingface.write(bundle, again, family=hub_models.family_of(kind))
     dtypes = {tensor.dtype for tensor in tensors_of(again).values()}
     assert dtypes == {getattr(torch, form, torch.float32)}
     chex.assert_trees_all_equal(
@@ -296,7 +270,7 @@ def test_weights_as_libraries_write_them(kind, form, saved, tmp_path):
 
 
 def test_a_bias_that_a_file_omits_is_written_once_it_is_trained(saved, tmp_path):
-    folder, theirs = saved("bart")
+    folder, theirs, _ = saved("bart")
     shutil.copytree(folder, tmp_path / "bart")
     with_other_buffers(tmp_path / "bart", theirs)
     bundle = read("bart", tmp_path / "bart")[0]
@@ -308,7 +282,7 @@ def test_a_bias_that_a_file_omits_is_written_once_it_is_trained(saved, tmp_path)
 
 
 def test_a_file_of_weights_is_read_like_a_folder(saved, tmp_path):
-    folder, theirs = saved("bart")
+    folder, theirs, _ = saved("bart")
     shutil.copytree(folder, tmp_path / "bart")
     with_other_buffers(tmp_path / "bart", theirs)
     with_prefix("module.", tmp_path / "bart", theirs)

@@ -8,9 +8,6 @@ from toy_references import ALL, others_are_slow
 from flaxformer_mt import interop
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.config.fields import FieldRole, choices_of, roles_of, type_hints
-from flaxformer_mt.errors import UserError
-from flaxformer_mt.interop.convert import OWN, WRITERS, convert
-from flaxformer_mt.interop.formats.bundle import ModelBundle
 
 OF_THE_MODEL = {FieldRole.SHAPES, FieldRole.VOCABULARY, FieldRole.ARCHITECTURE}
 
@@ -31,16 +28,6 @@ FREE = {
     # The data type of the parameters is that of the tensors.
     if field.name != "param_dtype" and not roles_of(field) & OF_THE_MODEL
 }
-RUNNING = {
-    field.name: other_value(field)
-    for field in dataclasses.fields(TransformerConfig)
-    if roles_of(field) == {FieldRole.RUNNING} or field.name == "scan_layers"
-}
-
-
-def test_remat_is_only_about_running():
-    assert RUNNING == {"remat": "projections", "scan_layers": True}
-    assert RUNNING.items() <= FREE.items()
 
 
 @pytest.mark.slow_except("double_projection")
@@ -52,27 +39,3 @@ def test_a_checkpoint_is_the_same_whatever_the_free_fields(name, tmp_path):
     for path, model in zip(paths, (config, dataclasses.replace(config, **FREE)), strict=True):
         interop.save(variant.family, model, params, path)
     assert paths[0].read_bytes() == paths[1].read_bytes()
-
-
-@pytest.mark.slow_except("marian")
-@pytest.mark.parametrize("target", WRITERS)
-def test_a_run_exports_to_the_same_formats_however_it_was_computed(target, trained_run, tmp_path):
-    bundle = ModelBundle.of_run(trained_run)
-    model = dataclasses.replace(bundle.config.model, **RUNNING)
-    config = dataclasses.replace(bundle.config, model=model)
-    dataclasses.replace(bundle, config=config).write_run(tmp_path / "run")
-    exported = {}
-    for name, run in (("default", trained_run), ("changed", tmp_path / "run")):
-        try:
-            # Values of certificates differ by rounding.
-            convert(OWN, target, run, tmp_path / name, certified=False)
-        except UserError as error:  # Some formats need other special tokens or vocabularies.
-            exported[name] = str(error).replace(str(run), "run")
-            continue
-        files = [path for path in (tmp_path / name).rglob("*") if path.is_file()]
-        exported[name] = {path.relative_to(tmp_path / name): path.read_bytes() for path in files}
-    if target == "jax":  # The compiled functions differ.
-        exported = {name: files.keys() for name, files in exported.items()}
-    assert exported["changed"] == exported["default"]
-    possible = ("marian", "ctranslate2", "jax")
-    assert isinstance(exported["default"], str) == (target not in possible)

@@ -139,18 +139,6 @@ def test_functions_are_for_any_size_and_platform(exported):
         np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_metadata_contains_what_a_server_needs(exported):
-    bundle, folder = exported
-    facts = json.loads((folder / "metadata.json").read_text())
-    assert facts == json.loads(json.dumps(metadata(bundle)))
-    model, tokenizer = bundle.config.model, bundle.tokenizers.source
-    assert (facts["pad_id"], facts["bos_id"], facts["eos_id"]) == (0, 0, 2)
-    assert facts["never_chosen"] == [0]
-    assert facts["longest"] == model.max_length
-    assert len(facts["pieces"]["source"]) == model.source_vocab_size == tokenizer.vocab_size
-    assert facts["functions"].keys() == {"encode", "step", "reorder"}
-
-
 @pytest.mark.parametrize("kind", ["bpe", "word"])
 def test_the_server_encodes_tags_and_unknown_words_as_the_run(tmp_path, kind):
     texts = [">>de<< the house", ">>de<< the old houses"]

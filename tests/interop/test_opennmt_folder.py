@@ -3,20 +3,18 @@
 import argparse
 import io
 
-import ctranslate2
 import numpy as np
 import pytest
-import sentencepiece
 import torch
 from subword_nmt.apply_bpe import BPE
-from subword_nmt.learn_bpe import learn_bpe
+from test_fairseq_folder import CODES, PIECES, PROCESSOR, TEXTS
 
 import flaxformer_mt as fmt
 from flaxformer_mt import cli
 from flaxformer_mt.data.corpora.corpus import ParallelCorpus
 from flaxformer_mt.data.stream.encoded_corpus import encode_corpus
-from flaxformer_mt.data.stream.links import pack_links
-from flaxformer_mt.data.stream.packing import Sentences, TokenPairs
+from flaxformer_mt.data.stream.packing import BatchShape, Sentences, TokenPairs
+from flaxformer_mt.data.stream.pair_fields import pack_links
 from flaxformer_mt.decoding.attention_weights import sentence_attention
 from flaxformer_mt.decoding.scoring.scorer import Scorer
 from flaxformer_mt.errors import UserError
@@ -24,29 +22,8 @@ from flaxformer_mt.interop.convert import convert
 from flaxformer_mt.parity import references
 
 SPECIAL = ["<unk>", "<blank>", "<s>", "</s>"]
-TEXTS = ["the dog runs home", "a small cat sees the old house", "der hund rennt heim"] * 5
 
-
-def pieces_model():
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXTS),
-        model_writer=model,
-        vocab_size=50,
-        hard_vocab_limit=False,
-        minloglevel=2,
-    )
-    return model.getvalue()
-
-
-def codes_model():
-    codes = io.StringIO()
-    learn_bpe(TEXTS, codes, 30)
-    return codes.getvalue().encode()
-
-
-MODELS = {"sentencepiece": pieces_model(), "bpe": codes_model()}
-PROCESSOR = sentencepiece.SentencePieceProcessor(model_proto=MODELS["sentencepiece"])
+MODELS = {"sentencepiece": PIECES, "bpe": CODES}
 
 
 def tokens_of(transform, text):
@@ -215,7 +192,7 @@ def test_training_reads_sources_without_end_token(loaded):
 def test_links_of_the_last_word_train_where_no_end_token_follows(source, kept):
     sides = [Sentences.from_lists([tokens]) for tokens in (source, [5, 6, 7, 3])]
     links = Sentences.from_lists([[0, 0, 1, 1, 2, 2]])
-    (dense,) = pack_links(TokenPairs(*sides, links), np.array([1]), 4, 4)
+    (dense,) = pack_links(TokenPairs(*sides), links, np.array([1]), BatchShape(1, 4, 4))
     assert [tuple(link) for link in np.argwhere(dense)] == [(index, index) for index in kept]
 
 
@@ -224,23 +201,6 @@ def test_exports_that_end_sources_are_refused(tmp_path, loaded):
     for family in ("jax", "marian", "marian-native", "mbart"):
         with pytest.raises(UserError, match=f"cannot be converted to {family}"):
             convert("opennmt", family, made.folder, tmp_path / "out")
-
-
-@pytest.mark.slow
-def test_ctranslate2_translates_sources_without_end_token(tmp_path, loaded):
-    """Its inputs are tokens as they are, with whatever ends them."""
-    made, _ = loaded
-    convert("opennmt", "ctranslate2", made.folder, tmp_path / "out")
-    translator = ctranslate2.Translator(str(tmp_path / "out"))
-    sources = [tokens_of("sentencepiece", text) for text in TEXTS[:3]]
-    settings = {
-        "beam_size": 1,
-        "max_decoding_length": 12,
-        "suppress_sequences": [["<blank>"], ["<s>"]],
-    }
-    found = translator.translate_batch(sources, **settings)
-    texts = [text_of("sentencepiece", each.hypotheses[0]) for each in found]
-    assert texts == [made.translate(text, 12) for text in TEXTS[:3]]
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,14 @@ import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
+from flax import linen as nn
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.data.stream.batches import Batch
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.model import functional
 from flaxformer_mt.model.transformer import Transformer
+from flaxformer_mt.objectives.cross_entropy import cross_entropy
 
 CONFIG = TransformerConfig(
     source_vocab_size=23,
@@ -129,3 +131,60 @@ def test_the_tests_check_annotated_shapes():
     q, k = jnp.ones((1, 3, 2, 8)), jnp.ones((1, 3, 2, 4))
     with pytest.raises(jaxtyping.TypeCheckError, match="fused_attention"):
         functional.fused_attention(q, k, k)
+
+
+def test_forward_mode_is_refused_as_the_docstring_says():
+    params = params_of(CONFIG)
+    with pytest.raises(TypeError, match=r"forward-mode autodiff \(jvp\)"):
+        jax.jvp(lambda params: functional.apply(CONFIG, params, BATCH), (params,), (params,))
+
+
+class _WithLogits(nn.Module):
+    """A model that returns logits only."""
+
+    config: TransformerConfig
+
+    @nn.compact
+    def __call__(self, source, target, *, deterministic=True, project=True, **segments):
+        return nn.Embed(23, 23)(target)
+
+
+class _WithoutOption(_WithLogits):
+    def __call__(
+        self,
+        source,
+        target,
+        deterministic=True,
+        encoder_segment_ids=None,
+        encoder_positions=None,
+        decoder_segment_ids=None,
+        decoder_positions=None,
+    ):
+        return super().__call__(source, target)
+
+
+@pytest.mark.parametrize(
+    ("model", "params", "message"),
+    [
+        (_WithLogits(CONFIG), None, "returned .* instead of the factors of its logits"),
+        (_WithoutOption(CONFIG), None, "_WithoutOption has no argument `project`"),
+        (CONFIG, {"params": {"params": {}}}, 'entry "params"'),
+        (
+            dataclasses.replace(CONFIG, tie_embeddings="none"),
+            dataclasses.replace(CONFIG, tie_embeddings="all"),
+            "output/kernel and 1 others are missing",
+        ),
+        (
+            dataclasses.replace(CONFIG, d_ff=12),
+            CONFIG,
+            r"feed_forward/hidden/\w+ has the shape",
+        ),
+    ],
+)
+def test_another_model_or_head_is_named(model, params, message):
+    if params is None:
+        params = functional.init(model, jax.random.key(0))
+    elif isinstance(params, TransformerConfig):
+        params = params_of(params)
+    with pytest.raises(UserError, match=message):
+        cross_entropy(model, params, BATCH)

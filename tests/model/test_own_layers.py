@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 import flaxformer_mt as fmt
+from flaxformer_mt.config import ExperimentConfig, differences
+from flaxformer_mt.experiment.start import recorded
 from flaxformer_mt.model.layers import FEED_FORWARD
 from flaxformer_mt.training.devices import place
 
@@ -93,7 +95,11 @@ def test_losses_of_layers_survive_loops_and_recomputation(params):
     jax.tree.map(close, ours, theirs)
 
 
-def test_a_router_is_trained_alike_on_every_mesh(params):
+EXPERTS = [("feed_forward/(wide|narrow)$", ("experts", None, None))]
+
+
+@pytest.mark.parametrize("axes", [{"fsdp": 2, "tensor": 2}, {"experts": 4}], ids=str)
+def test_a_router_is_trained_alike_on_every_mesh(params, axes):
     batch = batch_of()
 
     def update(state, batch, key, frozen):
@@ -101,10 +107,13 @@ def test_a_router_is_trained_alike_on_every_mesh(params):
         params = jax.tree.map(lambda x, g: x - 0.1 * g, state["params"], gradient)
         return {"params": params, "step": state["step"] + 1}, sums
 
-    mesh = fmt.make_mesh(fsdp=2, tensor=2)
-    state = place({"params": params, "step": jnp.int32(0)}, mesh)
-    step = fmt.compile_step(update, mesh, seed=0)
+    mesh = fmt.make_mesh(**axes)
+    rules = EXPERTS if "experts" in mesh.shape else ()
+    state = place({"params": params, "step": jnp.int32(0)}, mesh, rules)
+    step = fmt.compile_step(update, mesh, seed=0, rules=rules)
     state, sums = step(jax.tree.map(jnp.copy, state), jax.tree.map(jnp.asarray, batch))
+    wide = state["params"]["encoder"]["layers"]["feed_forward"]["wide"]
+    assert wide.sharding.shard_shape(wide.shape)[1] == (1 if rules else 4)
     found = jax.device_get((state["params"], sums))
     gradient, sums = jax.jit(sums_of, static_argnums=0)(MODEL, params, batch)
     expected = jax.tree.map(lambda x, g: x - 0.1 * g, params, gradient), sums
@@ -116,6 +125,15 @@ def test_a_router_is_trained_alike_on_every_mesh(params):
 def test_options_are_recorded_and_checked(experts):
     assert FEED_FORWARD.resolved("experts(top=1)") == "experts(balance=0.01, count=4, top=1)"
     assert FEED_FORWARD.resolved("dense") == "dense"
+    config = ExperimentConfig(model=MODEL)
+    stored = recorded(config)
+    assert not differences(stored, recorded(config))
+    # Other defaults of the class are another model.
+    other = dataclasses.make_dataclass("Other", [("top", int, 1)], bases=(experts,))
+    fmt.register_feed_forward("experts")(other)
+    (line,) = differences(stored, recorded(config)).values()
+    assert "top=2) in the run" in line
+    assert "top=1) now" in line
     for kind, message in (
         (
             "experts(tops=1)",

@@ -36,7 +36,6 @@ from mutations import (
     IN_ENCODER,
     LAST_ATTENTION,
 )
-from test_mutants_of_any_model import MODELS
 from test_thirty_faults import FAULTS
 from torch import nn
 
@@ -146,13 +145,7 @@ def with_an_empty_source(tokens: parity.Tokens) -> parity.Tokens:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fill", "says"),
-    [
-        pytest.param(-1e9, "the mean of all values", marks=pytest.mark.slow),
-        (-math.inf, "NaN"),
-    ],
-)
+@pytest.mark.parametrize(("fill", "says"), [(-1e9, "the mean of all values"), (-math.inf, "NaN")])
 def test_a_source_of_padding_alone(fill, says):
     """No query of that sentence may attend to any key."""
 
@@ -300,10 +293,7 @@ INSIDE_A_LAYER = [mutation for mutation in ANNOTATED if IN_ENCODER in mutation.s
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "mutation",
-    [
-        pytest.param(mutation, id=mutation.cause, marks=[pytest.mark.slow] if index % 10 else [])
-        for index, mutation in enumerate(INSIDE_A_LAYER)
-    ],
+    [pytest.param(mutation, id=mutation.cause) for mutation in INSIDE_A_LAYER],
 )
 def test_is_found_inside_a_layer_of_which_only_the_result_is_tapped(mutation):
     report = compared("annotated", mutation.change, taps=layer_taps())
@@ -326,7 +316,6 @@ def test_the_causes_of_mutations_are_documented():
     table = [line for line in section.splitlines() if line.startswith("| ")]
     documented = set(re.findall(r"`([^`]+)`", "".join(table)))
     found = {mutation.cause for _, mutation in EVERY_CASE}
-    found |= {cause for _, faults in MODELS.values() for _, _, cause in faults.values()}
     found |= {cause for causes in FAULTS.values() for cause in causes.values()}
     found |= {"feed-forward replaced", "query without any key"}
     found |= {cause for _, cause, _ in LOSSES}
@@ -354,9 +343,7 @@ def detached_statistics(self, x):
             "encoder/layers/1/feed_forward_norm",
             "encoder/layers/1/self_attention_sum",
         ),
-        pytest.param(
-            "decoder.norm", "decoder/final_norm", "decoder/layers/1", marks=pytest.mark.slow
-        ),
+        ("decoder.norm", "decoder/final_norm", "decoder/layers/1"),
     ],
 )
 def test_detached_statistics_are_located(part, agrees, differs):

@@ -1,39 +1,30 @@
-"""Rotary, ALiBi and T5 positions: cached decoding steps equal a whole pass of PyTorch.
+"""OpenNMT-py's positions and grouped queries: its reference, checkpoints, and cached steps.
 
 Whole passes, every sub-layer and every gradient are compared in `test_compare.py`.
 """
 
 import argparse
-import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import seq2seq_tutorial
 import torch
-from toy_references import VARIANTS
+import torch.nn.functional as F
+from toy_references import GROUPED_QUERIES, VARIANTS
 
 from flaxformer_mt import interop, parity
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.interop.adaptation import adapt
 from flaxformer_mt.model.transformer import Transformer
+from flaxformer_mt.parity.references.common import join_heads, split_heads
 from flaxformer_mt.parity.references.opennmt import AlibiPositionalBias, relative_buckets, rotated
-from flaxformer_mt.presets import FAMILIES, preset
 
 ROTARY = {"max_relative_positions": -1}
-KINDS = [
-    "opennmt_rotary",
-    "opennmt_rotary_halves",
-    "opennmt_alibi",
-    "opennmt_t5",
-    "opennmt_t5_shared",
-]
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ["opennmt_rotary", "opennmt_alibi", "opennmt_t5"])
 def test_a_cached_step_equals_the_reference(name):
     variant = VARIANTS[name]
     reference = variant.build("float64")
@@ -56,15 +47,6 @@ def test_a_cached_step_equals_the_reference(name):
         real = target_output[:, position] != config.pad_id
         found = np.asarray(logits)[real, 0]
         np.testing.assert_allclose(found, expected[real, position], rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("kind", ["rotary", "alibi", "t5_relative"])
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("opennmt", "t5")])
-def test_families_without_a_position_kind_refuse_to_be_written_with_it(family, kind, tmp_path):
-    sizes = {"source_vocab_size": 11, "target_vocab_size": 11}
-    config = dataclasses.replace(preset(family, **sizes), position_kind=kind)
-    with pytest.raises(UserError, match=f"{family}.*position_kind.*{kind}"):
-        interop.save(family, config, {}, tmp_path / "model.pt")
 
 
 @pytest.mark.parametrize(
@@ -110,19 +92,6 @@ def test_positions_that_our_model_does_not_have_are_refused(name, options, messa
         interop.load("opennmt", checkpoint_of(name, options, tmp_path))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["rotary", "alibi", "t5_relative"])
-def test_positions_of_self_attention_are_not_converted_to_tables(kind):
-    sizes = {"source_vocab_size": 9, "target_vocab_size": 9, "d_model": 8, "num_heads": 2}
-    layers = {"d_ff": 8, "num_encoder_layers": 1, "num_decoder_layers": 1, "max_length": 9}
-    config = seq2seq_tutorial.FAMILY.configuration(**sizes, **layers)
-    config = dataclasses.replace(config, position_kind=kind)
-    tokens = np.full((1, 2), 5, np.int32)
-    params = jax.jit(Transformer(config).init)(jax.random.key(0), tokens, tokens)["params"]
-    with pytest.raises(UserError, match="position_kind"):
-        adapt(interop.TrainingState(config, params, None), seq2seq_tutorial.FAMILY)
-
-
 def checkpoint_of(name, options, folder):
     """A checkpoint as OpenNMT-py writes it."""
     state = VARIANTS[name].build().state_dict()
@@ -156,3 +125,29 @@ def test_the_buckets_of_the_reference():
     assert relative_buckets(10, True, 8, 8)[:, 0].tolist() == [0, 1, 2, 2, 3, 3, 3, 3, 3, 3]
     assert relative_buckets(10, False, 4, 8)[:, 0].tolist() == [0, 1, 2, 2, 3, 3, 3, 3, 3, 3]
     assert relative_buckets(10, False, 4, 8)[0].tolist() == [0] * 10
+
+
+def test_the_attention_of_the_reference_is_that_of_pytorch():
+    attention = GROUPED_QUERIES.build("float64").encoder.transformer[0].self_attn
+    x = torch.randn(2, 5, 16, dtype=torch.float64)
+    visible = torch.rand(2, 5, 5) < 0.5
+    visible |= torch.eye(5, dtype=torch.bool)
+    query, key, value = (
+        split_heads(linear(x), heads)
+        for linear, heads in (
+            (attention.linear_query, 4),
+            (attention.linear_keys, 2),
+            (attention.linear_values, 2),
+        )
+    )
+    context = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=visible[:, None], enable_gqa=True
+    )
+    expected = attention.final_linear(join_heads(context))
+    torch.testing.assert_close(attention(x, x, visible)[0], expected, rtol=0, atol=1e-14)
+
+
+def test_the_published_family_is_refused_with_it():
+    state = GROUPED_QUERIES.build().state_dict()
+    with pytest.raises(UserError, match="num_kv_heads=0, not 2"):
+        interop.load("opennmt", state, **GROUPED_QUERIES.hints)

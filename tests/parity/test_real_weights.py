@@ -24,7 +24,6 @@ from wheels import file_of_wheel
 from flaxformer_mt import interop
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
 from flaxformer_mt.decoding.batching.continuous_batching import ContinuousBatcher, Request
-from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop import Family, checkpoint_files
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.parity import references
@@ -204,40 +203,6 @@ def test_logits_and_choices_equal_those_of_pytorch(model):
 
 
 @pytest.mark.slow
-@torch.no_grad()
-def test_a_greedy_loop_in_pytorch_finds_the_same(model):
-    config, source = model.config, torch.tensor(model.source)
-    tokens = torch.full((len(source), source.shape[1] + 11), config.pad_id)
-    tokens[:, 0] = config.bos_id
-    unfinished = torch.arange(len(source))
-    for length in range(1, tokens.shape[1]):
-        logits = model.reference(source[unfinished], tokens[unfinished, :length])
-        tokens[unfinished, length] = logits[:, -1].argmax(-1)
-        unfinished = unfinished[tokens[unfinished, length] != config.eos_id]
-        if not len(unfinished):
-            break
-    np.testing.assert_array_equal(tokens[:, 1 : length + 1], model.targets)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("float64")
-def test_logits_equal_those_of_pytorch_in_float64(model):
-    double = {name: tensor.double() for name, tensor in model.reference.state_dict().items()}
-    config, params = interop.load(model.published.family, double, **model.published.options)
-    reference = model.published.build(config).double().eval()
-    # But for the table of positions, which the file has in float32.
-    parameters = {name: double[name] for name, _ in reference.named_parameters()}
-    reference.load_state_dict(reference.state_dict() | parameters)
-    some = slice(None, None, 5)
-    ours, theirs = both_logits(
-        config, params, reference, model.source[some], model.target_input[some]
-    )
-    real = model.targets[some] != config.pad_id
-    chex.assert_trees_all_equal_dtypes(ours, theirs)
-    np.testing.assert_allclose(ours[real], theirs[real], rtol=0, atol=1e-10)
-
-
-@pytest.mark.slow
 def test_every_value_and_gradient_of_the_molecule_model_equals_ours():
     model = load("molecules")
     report = compare(
@@ -277,21 +242,3 @@ def test_there_and_back_every_byte_is_the_same(model, suffix, tmp_path):
     after = checkpoint_files.read(path).tensors
     assert before.keys() == after.keys()
     assert all(checkpoint_files.identical(before[name], after[name]) for name in before)
-
-
-def test_another_familys_file_is_refused_with_the_name_of_a_tensor():
-    published = MODELS["molecules"]
-    with pytest.raises(
-        UserError, match=r"^[^\n]*Lev_extended.pt as torch: tensor [\w.]+ is missing$"
-    ):
-        interop.load("torch", published.file(), **published.options)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_half_a_file_is_refused(name, tmp_path):
-    published = MODELS[name]
-    content = published.file().read_bytes()
-    half = tmp_path / published.file().name
-    half.write_bytes(content[: len(content) // 2])
-    with pytest.raises(UserError, match=r"^[^\n]*damaged[^\n]*$"):
-        interop.load(published.family, half, **published.options)

@@ -1,7 +1,6 @@
 """Reports as text, JSON, HTML and plots."""
 
 import dataclasses
-import html.parser
 import json
 import math
 import re
@@ -9,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+from html_page import Page
 
 from flaxformer_mt import parity
 from flaxformer_mt.errors import UserError
@@ -201,35 +201,6 @@ def test_json_of_what_is_not_finite():
     assert trajectory["ours"]["loss"] == [3.0, 2.001, "nan"]
     assert trajectory["theirs"]["loss"] == [3.0, 2.0, 1.0]
     assert trajectory["first_divergence"]["step"] == 2
-
-
-class Page(html.parser.HTMLParser):
-    """Collects the elements of a page, and checks that they are nested properly."""
-
-    VOID = ("meta", "wbr")
-
-    def __init__(self, text):
-        super().__init__()
-        self.open, self.tags, self.attributes, self.data = [], [], [], []
-        self.feed(text)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += attrs
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += attrs
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.data.append(data)
 
 
 @pytest.mark.slow_except("report0", "report1")

@@ -24,30 +24,15 @@ from flaxformer_mt.parity.families.tokens import example
 from flaxformer_mt.parity.trace.module_values import Tap, values_of_module
 
 ONE_LAYER = {"num_encoder_layers": 1, "num_decoder_layers": 1}
-MODELS = {
-    "jadore801120": "jadore801120_prj_all",
-    "torch": "torch_pre_gelu",
-    "fairseq": "fairseq_embedding_norm_gelu_unscaled",
-    "opennmt": "opennmt_rotary",
-    "marian": "marian_all",
-}
+MODELS = {"jadore801120": "jadore801120_prj_all", "opennmt": "opennmt_rotary"}
 WRONG = {
     "jadore801120": [
         {"num_heads": 2}, {"pad_id": 3}, {"scale_embeddings": True}, {"scale_logits": False},
-    ],
-    "torch": [
-        {"num_heads": 8}, {"pad_id": 4}, {"norm_position": "post"}, {"activation": "relu"},
-        {"norm_epsilon": 1e-3}, {"scale_embeddings": False},
-    ],
-    "fairseq": [
-        {"num_heads": 8}, {"activation": "relu"}, {"activation": "gelu"},
-        {"scale_embeddings": True},
     ],
     "opennmt": [
         {"num_heads": 2}, {"position_kind": "alibi"}, {"position_layout": "concatenated"},
         {"norm_epsilon": 1e-5}, {"activation": "gelu"},
     ],
-    "marian": [{"activation": "gelu"}, {"scale_embeddings": False}, {"num_heads": 8}],
 }  # fmt: skip
 """Wrong settings that the tensors of these checkpoints do not contradict."""
 

@@ -246,14 +246,7 @@ def found_by(faults):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "faults",
-    [
-        (),
-        *PAIRS[:3],
-        *(
-            pytest.param(faults, marks=pytest.mark.slow)
-            for faults in (*((name,) for name in FAULTS), *PAIRS[3:])
-        ),
-    ],
+    [(), *PAIRS, *((name,) for name in FAULTS)],
     ids=lambda faults: "+".join(faults) or "none",
 )
 def test_faults_have_their_places_and_causes(faults):

@@ -7,27 +7,12 @@ import numpy as np
 import optax
 import pytest
 import torch
-from toy_references import DOUBLE_PROJECTION, VARIANTS, Variant
+from toy_references import ALL, DOUBLE_PROJECTION, ONE_OF_EACH, VARIANTS, Variant
 
 from flaxformer_mt import interop, parity
 from flaxformer_mt.parity.families.recipes import recipe
 from flaxformer_mt.parity.optimizer_probe import differences, updates_of_optax, updates_of_torch
 from flaxformer_mt.parity.sides import precision
-
-ALL = VARIANTS | {"double_projection": DOUBLE_PROJECTION}
-
-LONG = ["annotated_10000", "jadore801120_prj_all", "tunz", "torch_post"]
-SHORT = [
-    "annotated_wide_heads",
-    "double_projection",
-    "marian_all",
-    "fairseq_post_shared",
-    "opennmt_unbiased",
-    "mbart",
-    "m2m100",
-    "t5_gated",
-]
-"""The other families."""
 
 # Enough not to be memorized: a loss near 0 is dominated by rounding.
 BATCHES = 32
@@ -66,26 +51,8 @@ def test_layers_alone_may_be_given_tokens_of_a_larger_vocabulary():
     assert found.first_divergence is None
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in LONG])
-def test_a_thousand_steps_in_float64(name):
-    found = train(ALL[name], 1000)
-    assert found.first_divergence is None
-    assert found.differences().loss.max() < 1e-8
-    assert learned(found)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        "double_projection",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in LONG + SHORT
-            if name not in ("tunz", "double_projection")
-        ),
-    ],
-)
+@pytest.mark.parametrize("name", ONE_OF_EACH.values())
 def test_a_hundred_steps_in_float64(name):
     found = train(ALL[name], 100)
     assert found.first_divergence is None

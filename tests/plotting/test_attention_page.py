@@ -1,12 +1,12 @@
 """The attention page holds what was computed, and nothing in a sentence can break it."""
 
 import base64
-import html.parser
 import json
 import re
 
 import numpy as np
 import pytest
+from html_page import Page
 from made_up_attention import attention
 
 from flaxformer_mt.errors import UserError
@@ -24,23 +24,6 @@ def page_data(text):
     """Returns the JSON value of a page."""
     (found,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
     return json.loads(found)
-
-
-class Page(html.parser.HTMLParser):
-    """Collects the elements and attributes of a page, and the text outside of its scripts."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.tags, self.attributes, self.data = [], [], []
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += attrs
-
-    def handle_data(self, data):
-        self.data.append(data)
 
 
 @pytest.mark.parametrize("recurrent", [False, True])

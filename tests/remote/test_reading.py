@@ -92,20 +92,16 @@ COMMANDS = {
     "plot": ["plot", "--run=RUN", "--output=OUT/curves.svg"],
     "attention": ["attention", "--run=RUN", "--source=three", "--output=OUT/three.html"],
     "convert": ["convert", "--from=flaxformer_mt", "--to=marian", "RUN", "OUT/marian"],
-    "prepare": ["prepare", "--path=FILES/text", "--output=OUT/prepared",
-                "--source-language=en", "--target-language=de"],
 }  # fmt: skip
 
 
-@pytest.mark.slow_except("inspect", "prepare")
+@pytest.mark.slow_except("inspect")
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_reads_urls_as_local_paths(name, published_run, tmp_path, capfd):
     url, folder = published_run
     files, store = tmp_path / "files", f"{url.rpartition('/')[0]}/files"
-    (files / "text").mkdir(parents=True)
-    splits = (f"text/{split}.{end}" for split in ("train", "valid", "test") for end in ("en", "de"))
-    for path in ("source", *splits):
-        (files / path).write_text(LINES)
+    files.mkdir(parents=True)
+    (files / "source").write_text(LINES)
     (files / "lexicon").write_text("three drei 1\nMonday Montag 1\n")
     upload(store, contents(files))
     before = objects(url), objects(store)

@@ -3,6 +3,8 @@
 import collections
 import dataclasses
 import json
+import os
+import shutil
 
 import chex
 import jax
@@ -242,3 +244,46 @@ def test_parameters_of_another_model_are_not_saved(tmp_path, model, changes, mes
     with pytest.raises(UserError, match=message):
         fmt.save_run(tmp_path / "run", config, tokenizers, {**params, **changes})
     assert not (tmp_path / "run").exists()
+
+
+def test_a_saved_run_is_replaced_if_it_is_nothing_else(tmp_path, model):
+    config, tokenizers, params = model
+    folder = tmp_path / "run"
+    fmt.save_run(folder, config, tokenizers, params, step=7)
+    doubled = jax.tree.map(lambda leaf: 2 * leaf, params)
+    with pytest.raises(UserError, match="overwrite=True"):
+        fmt.save_run(folder, config, tokenizers, doubled)
+    fmt.save_run(folder, config, tokenizers, doubled, step=9, overwrite=True)
+    assert describe_run(folder)["step"] == 9
+    assert os.listdir(folder / "checkpoints") == ["9"]
+    chex.assert_trees_all_equal(fmt.Run(folder).model().params, doubled)
+    fmt.save_run(tmp_path / "other", config, tokenizers, params, overwrite=True)
+    assert os.listdir(tmp_path) == ["run", "other"] or os.listdir(tmp_path) == ["other", "run"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda folder: (folder / "notes.txt").write_text("mine"),
+        lambda folder: (folder / "mine").mkdir(),
+        lambda folder: (folder / "checkpoints/7/notes.txt").write_text("mine"),
+        lambda folder: (folder / "metrics.jsonl").write_text("{}"),
+        lambda folder: os.symlink(folder.parent, folder / "link"),
+        lambda folder: shutil.copytree(folder / "checkpoints/7", folder / "checkpoints/8"),
+        lambda folder: (folder / "config.json").unlink(),
+        lambda folder: (folder / "config.json").rename(folder.parent / "elsewhere"),
+        lambda folder: os.symlink(folder.rename(folder.parent / "elsewhere"), folder),
+        lambda folder: (shutil.rmtree(folder), folder.write_text("mine")),
+        lambda folder: (shutil.rmtree(folder), folder.mkdir()),
+        lambda folder: next((folder / "tokenizer").iterdir()).write_text("mine"),
+    ],
+)
+def test_nothing_else_is_replaced(tmp_path, model, change):
+    config, tokenizers, params = model
+    folder = tmp_path / "run"
+    fmt.save_run(folder, config, tokenizers, params, step=7)
+    change(folder)
+    before = {path: path.lstat().st_mtime_ns for path in sorted(tmp_path.rglob("*"))}
+    with pytest.raises(UserError, match="run"):
+        fmt.save_run(folder, config, tokenizers, params, overwrite=True)
+    assert {path: path.lstat().st_mtime_ns for path in sorted(tmp_path.rglob("*"))} == before

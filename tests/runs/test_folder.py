@@ -16,7 +16,6 @@ from flaxformer_mt.runs.averaging import average_run
 from flaxformer_mt.runs.checkpoint import Checkpoints, restore_params, write_params
 from flaxformer_mt.runs.folder import (
     check_texts,
-    check_vocabulary,
     has_run,
     read_config,
     read_fingerprints,
@@ -219,7 +218,7 @@ def test_a_flipped_bit_in_the_vocabulary_is_named(begun, tmp_path):
         read_tokenizers(begun)
     for given in (begun, begun / "tokenizer", path, f"other.model,{path}"):
         with pytest.raises(UserError, match=message):
-            check_vocabulary(str(given))
+            Tokenizers.for_run([], DataConfig(tokenizer_path=str(given)))
     with pytest.raises(UserError, match=message):
         average_run(begun, tmp_path / "average", 1, "last")
 

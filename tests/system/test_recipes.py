@@ -6,11 +6,12 @@ import sys
 
 import numpy as np
 import pytest
+import tfds_folder
 from small_runs import flags, metrics
 
-from flaxformer_mt.cli import main as command
 from flaxformer_mt.cli import training
 from flaxformer_mt.config import CorpusConfig, DataConfig
+from flaxformer_mt.data.corpora.text_files import stream_parallel
 from flaxformer_mt.decoding.translator import Translator
 from flaxformer_mt.experiment import prepare
 from flaxformer_mt.trained_model import load_run
@@ -26,8 +27,10 @@ def losses(workdir, split="train"):
 
 def test_a_data_set_of_tensorflow_datasets_is_read_without_tensorflow(text, tmp_path):
     pytest.importorskip("tensorflow_datasets")
-    languages = ["--source-language", "en", "--target-language", "de"]
-    command(["prepare", "--path", str(text), "--output", str(tmp_path / "data"), *languages])
+    splits = {"train": "train", "validation": "valid", "test": "test"}
+    for split, name in splits.items():
+        splits[split] = list(stream_parallel(text / f"{name}.en", text / f"{name}.de"))
+    tfds_folder.write(tmp_path / "data", **splits)
     options = ("--config=configs/wmt14_en_de_base.py", "--data.target-row-length=64")
     arguments = flags(tmp_path / "data", tmp_path / "run", "--train.num-steps=4", *options)
     config = training.parse_flags(arguments).experiment()

@@ -9,6 +9,7 @@ import pytest
 from flax import linen as nn
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+import flaxformer_mt as fmt
 from benchmarks.compiled.program import collectives, parse
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.data.stream.placement import ROW_AXES
@@ -21,7 +22,6 @@ from flaxformer_mt.training.sharding import (
     AXES,
     check_rules,
     leaves_by_path,
-    parse_rules,
     shardings,
 )
 
@@ -97,7 +97,7 @@ def test_an_axis_of_one_device_shards_nothing():
 
 
 def test_user_rules_go_first_and_count_from_the_last_dimension():
-    rules = parse_rules([("hidden/kernel", "-,fsdp"), ("encoder/.*norm/scale$", "fsdp")])
+    rules = [("hidden/kernel", "-,fsdp"), fmt.ShardingRule("encoder/.*norm/scale$", ("fsdp",))]
     specs = specs_of(params(), rules=rules)
     assert specs[LAYERS + "feed_forward/hidden/kernel"] == PartitionSpec(None, None, "fsdp")
     assert specs["encoder/final_norm/scale"] == PartitionSpec("fsdp")
@@ -113,20 +113,43 @@ def test_a_dimension_that_cannot_be_divided_is_not_sharded_and_reported():
     assert not any("hidden" in line for line in not_divisible)
 
 
-@pytest.mark.parametrize(
-    ("rule", "message"),
-    [
-        (("kernel", "fsdp,model"), "mesh axis 'model': use data, fsdp, tensor, or -"),
-        (("kernel", "fsdp,fsdp"), "two dimensions over fsdp"),
-        (("ker(nel", "fsdp"), "not a valid regular expression"),
-        (("kernal$", "fsdp"), "'kernal\\$' matches no parameter; there are decoder/"),
-        (("output/bias$", "-,-,fsdp"), "axes for 3 dimensions, but .* has only"),
-    ],
-)
+BROKEN_RULES = [
+    (("kernel", "fsdp,model"), "mesh axis 'model': use data, fsdp, tensor, or None"),
+    (("kernel", ("fsdp", ("data", "fsdp"))), "two dimensions over fsdp"),
+    (("ker(nel", "fsdp"), "not a valid regular expression"),
+    (("kernal$", ("fsdp",)), r"'kernal\$' matches no parameter; there are "),
+    (("output/bias$", "-,-,fsdp"), "axes for 3 dimensions, but .* has only"),
+    ("kernel$", "is not a sharding rule: give a list of pairs"),
+]
+
+
+@pytest.mark.parametrize(("rule", "message"), BROKEN_RULES)
 def test_invalid_rules(rule, message):
-    with pytest.raises(UserError, match=message) as error:
-        check_rules(params(), SIZES, parse_rules([rule]))
-    assert "\n" not in str(error.value)
+    """Wherever they are given."""
+    mesh, shapes = fmt.make_mesh(devices=jax.devices()[:1]), params()
+    step = fmt.compile_step(lambda state, *_: (state, 0), mesh, rules=[rule])
+    evaluate = fmt.compile_eval(lambda tree, _: 0, mesh, rules=[rule])
+    create = lambda key: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), shapes)  # noqa: E731
+    for call in (
+        lambda: check_rules(shapes, SIZES, [rule]),
+        lambda: fmt.create(create, mesh, rules=[rule]),
+        lambda: fmt.abstract(create, mesh, [rule]),
+        lambda: fmt.place(shapes, mesh, [rule]),
+        lambda: step.lower({"params": shapes, "step": jnp.int32(0)}, ()),
+        lambda: evaluate.lower(shapes, ()),
+    ):
+        with pytest.raises(UserError, match=message) as error:
+            call()
+        assert "\n" not in str(error.value)
+
+
+def test_rules_may_be_for_another_tree_of_the_step_and_smaller_means_do_not_count():
+    rules = [("teacher/w", "fsdp"), ("hidden/kernel$", "-,fsdp,tensor")]
+    means = {"opt": {"v_row": {"ff": {"hidden": {"kernel": np.zeros(4)}}}}}
+    state = {"params": {"ff": {"hidden": {"kernel": np.zeros((2, 4, 4))}}}, **means}
+    assert not check_rules(state, SIZES, rules, {"teacher": {"w": np.zeros(4)}})
+    with pytest.raises(UserError, match="axes for 3 dimensions, but opt/v_row/ff/hidden"):
+        check_rules(means, SIZES, rules[1:])
 
 
 def test_optimizer_state_and_average_are_sharded_like_the_parameters(setup):

@@ -11,19 +11,12 @@ import pytest
 import safetensors.numpy
 from flax.traverse_util import flatten_dict
 
-from flaxformer_mt.config import DataConfig, ExperimentConfig, TrainConfig, to_dict, to_json
+from flaxformer_mt.config import DataConfig, TrainConfig, to_dict, to_json
 from flaxformer_mt.data.corpora.corpus import load_corpus
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers, read_tokenizers
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs.checkpoint import Checkpoints, write_params
-from flaxformer_mt.training.warm_start import (
-    load_moments,
-    load_parameters,
-    require_vocabulary,
-    start_from,
-    tokenizer_path,
-    with_moments,
-)
+from flaxformer_mt.training.warm_start import WarmStart, start_from, with_moments
 
 
 def trained_elsewhere(tiny):
@@ -46,7 +39,7 @@ def write_file(path, tiny, params, **metadata):
 
 
 def load(path, tiny):
-    return load_parameters(str(path), tiny.experiment.model, tiny.state_shapes.params)
+    return WarmStart(str(path)).parameters(tiny.experiment.model, tiny.state_shapes.params)
 
 
 def refusal(path, tiny):
@@ -140,30 +133,21 @@ def test_what_is_no_parameters_is_refused(setup, tmp_path):
 
 
 def test_the_vocabulary_comes_from_where_the_parameters_come_from(tmp_path):
-    def path(tokenizer="", start=""):
-        return tokenizer_path(
-            ExperimentConfig(
-                data=DataConfig(tokenizer_path=tokenizer), train=TrainConfig(init_from=start)
-            )
-        )
-
-    assert path() == ""
-    assert path(start=str(tmp_path)) == str(tmp_path)
-    assert path("elsewhere", str(tmp_path)) == path("elsewhere") == "elsewhere"
+    assert WarmStart(str(tmp_path)).tokenizer_path() == str(tmp_path)
     with pytest.raises(UserError, match=r"data\.tokenizer_path"):
-        path(start="converted.safetensors")
+        WarmStart("converted.safetensors").tokenizer_path()
 
 
 def test_parameters_of_another_vocabulary_are_refused(trained_run, tmp_path):
     tokenizers = read_tokenizers(trained_run)
-    require_vocabulary(str(trained_run), tokenizers)
-    require_vocabulary(str(tmp_path / "parameters.safetensors"), tokenizers)
+    WarmStart(str(trained_run)).check_vocabulary(tokenizers)
+    WarmStart(str(tmp_path / "parameters.safetensors")).check_vocabulary(tokenizers)
     size = tokenizers.source.vocab_size
     corpus = load_corpus(DataConfig(corpus="phrases", generated_pairs=300), "train")
     other = Tokenizers.train([corpus], DataConfig(vocab_size=size))
     assert other.source.vocab_size == size
     with pytest.raises(UserError, match=r"init_from=.* has another source vocabulary than"):
-        require_vocabulary(str(trained_run), other)
+        WarmStart(str(trained_run)).check_vocabulary(other)
 
 
 def write_run(folder, tiny, state):
@@ -193,7 +177,7 @@ def test_with_its_moments_a_run_goes_on_as_if_it_had_not_ended(
     trained_moments = jax.device_get(trained.opt_state)
     fresh = tiny.created_state()
     state = start_from(fresh, load(folder, tiny), tiny.devices.mesh)
-    opt_state, differing = with_moments(state.opt_state, load_moments(folder))
+    opt_state, differing = with_moments(state.opt_state, WarmStart(folder).moments())
     assert not differing
     shardings = (jax.tree.map(lambda leaf: leaf.sharding, each) for each in (opt_state, fresh))
     assert next(shardings) == next(shardings).opt_state
@@ -213,7 +197,7 @@ def test_moments_are_asked_of_runs_that_have_them(setup, tmp_path):
     tiny = setup.of(bigram=True)
     write_file(tmp_path / "converted.safetensors", tiny, trained_elsewhere(tiny))
     with pytest.raises(UserError, match=r"init_optimizer, of .*safetensors.* holds no checkpoint"):
-        load_moments(str(tmp_path / "converted.safetensors"))
+        WarmStart(str(tmp_path / "converted.safetensors")).moments()
     write_params(tmp_path / "averaged", 1, trained_elsewhere(tiny))
     with pytest.raises(UserError, match=r"init_optimizer, of .* has no state of an optimizer"):
-        load_moments(str(tmp_path / "averaged"))
+        WarmStart(str(tmp_path / "averaged")).moments()

@@ -5,56 +5,41 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from flaxformer_mt.data.corpora.rows import Row
+from flaxformer_mt.data.corpora.rows import with_field
 from flaxformer_mt.data.corpora.text_files import stream_lines
 from flaxformer_mt.errors import UserError
 
 _LINK = re.compile(r"(\d{1,9})-(\d{1,9})", re.ASCII)
 
 
-class AlignedPair(Row):
-    """A sentence pair with its line of an alignment file, which it keeps when others are dropped.
+FIELD = "links"
+"""The field of rows that holds a line of an alignment file: its location and the text."""
 
-    Attributes:
-      place: alignment file and number of the line.
-      line: the line.
-    """
 
-    def __new__(cls, pair: tuple[str, str], place: str, line: str) -> "AlignedPair":
-        """Makes a pair of a source and a target."""
-        made = super().__new__(cls, pair)
-        if isinstance(pair, Row):
-            made.path, made.number = pair.path, pair.number
-        made.place, made.line = place, line
-        return made
-
-    place: str
-    line: str
-
-    def links(self) -> list[tuple[int, int]]:
-        """Returns the linked words, source and target, both counted from 0; checks the line."""
-        sizes = [len(text.split()) for text in self]
-        links = []
-        for link in self.line.split():
-            found = _LINK.fullmatch(link)
-            if found is None:
-                raise UserError(
-                    f"{self.place}: {link!r} is not a link: the numbers of a source and a target "
-                    "word, such as 0-0 1-2"
-                )
-            source, target = int(found[1]), int(found[2])
-            if source >= sizes[0] or target >= sizes[1]:
-                raise UserError(
-                    f"{self.place}: the link {link} is beyond the words, {sizes[0]} of the source "
-                    f"and {sizes[1]} of the target, counted from 0"
-                )
-            links.append((source, target))
-        return links
+def links_of(texts: tuple[str, str], location: str, line: str) -> list[tuple[int, int]]:
+    """Returns the linked words of a pair, source and target, both from 0; checks the line."""
+    sizes = [len(text.split()) for text in texts]
+    links = []
+    for link in line.split():
+        found = _LINK.fullmatch(link)
+        if found is None:
+            raise UserError(
+                f"{location}: {link!r} is not a link: the numbers of a source and a target "
+                "word, such as 0-0 1-2"
+            )
+        source, target = int(found[1]), int(found[2])
+        if source >= sizes[0] or target >= sizes[1]:
+            raise UserError(
+                f"{location}: the link {link} is beyond the words, {sizes[0]} of the source "
+                f"and {sizes[1]} of the target, counted from 0"
+            )
+        links.append((source, target))
+    return links
 
 
 def stream_aligned(
     rows: Iterator[tuple[str, str] | None], name: str, path: Path
-) -> Iterator[AlignedPair | None]:
+) -> Iterator[tuple[str, str] | None]:
     """Yields the rows of the corpus `name` with the lines of its alignment file.
 
     Raises:
@@ -73,4 +58,4 @@ def stream_aligned(
                 f"{path} has {counts[1]} lines, but {name} has {counts[0]} pairs: each line must "
                 "have the links of one pair"
             )
-        yield row and AlignedPair(row, f"{path}, line {number + 1}", str(line))
+        yield row and with_field(row, FIELD, (f"{path}, line {number + 1}", str(line)))

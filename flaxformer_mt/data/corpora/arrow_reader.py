@@ -3,13 +3,21 @@
 A data set has a column `translation` with one text per language, or one column of text per side.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from flaxformer_mt.config.fields import suggestion
 from flaxformer_mt.data.corpora import headers
-from flaxformer_mt.data.corpora.rows import LINE_BREAKS, Fault, Reading, decoded, placed
+from flaxformer_mt.data.corpora.rows import (
+    LINE_BREAKS,
+    Fault,
+    Reading,
+    decoded,
+    located,
+    numbers_of,
+)
 from flaxformer_mt.data.corpora.text_files import Source, digest_files, opened
 from flaxformer_mt.errors import UserError, first_line, requiring
 from flaxformer_mt.input_files import max_content, require_regular_files
@@ -18,12 +26,12 @@ _READ_AT_ONCE = 1000  # Rows; texts that the file has once are repeated in memor
 
 
 def stream_rows(
-    path: Path, columns: Sequence[str], languages: tuple[str, str]
+    path: Path, columns: Sequence[str], languages: tuple[str, str], numbers: Sequence[str] = ()
 ) -> Iterator[tuple[int, Sequence[str] | Fault]]:
     """Yields the number of each row, from 1, and its source and target or what is wrong with it.
 
     Columns are named, numbered from 1, or found by their names, as in `tables`; the members of a
-    column `translation` are `translation.en`, ...
+    column `translation` are `translation.en`, ... The cells of columns of `numbers` follow.
     """
     with requiring(str(path), "pyarrow"):
         import pyarrow
@@ -36,6 +44,7 @@ def stream_rows(
             names = names or _sides(path, flat.names, languages)
             for name in names:
                 _check_is_text(path, name, flat.field(name).type)
+            names = [*names, *(_name(path, flat.names, column) for column in numbers)]
             number = 0
             claimed = sum(
                 file.metadata.row_group(group).total_byte_size
@@ -59,13 +68,18 @@ def is_saved(path: Path) -> bool:
 
 
 def open_saved(
-    folder: Path, split: str, columns: Sequence[str], languages: tuple[str, str], option: str
+    folder: Path,
+    split: str,
+    columns: Sequence[str],
+    languages: tuple[str, str],
+    option: str,
+    numbers: Mapping[str, str] = MappingProxyType({}),
 ) -> Source:
     """Opens a data set, or one of its splits, that `save_to_disk` has written to a folder.
 
     Without `columns`, the source and the target are `translation` in the two languages, or the
     features that are called like them. A missing text is "", and line breaks become spaces.
-    Messages name `option`, which gave the folder.
+    Messages name `option`, which gave the folder; `numbers` as of `tables.Table`.
     """
     given = f"{option}={folder}"
     if not is_saved(folder):
@@ -96,6 +110,7 @@ def open_saved(
             raise _no_column(name, column, [*flat.features])
         feature = flat.features[column]
         _check_is_text(name, column, getattr(feature, "dtype", type(feature).__name__))
+    columns = [*columns, *(_name(name, [*flat.features], column) for column in numbers.values())]
     flat = flat.select_columns([*columns]).with_format("arrow")
     files = [Path(file["filename"]) for file in rows.cache_files]
 
@@ -105,12 +120,15 @@ def open_saved(
                 part = flat[first : first + _READ_AT_ONCE]
             except (ValueError, LookupError, SystemError, OSError, pyarrow.ArrowException) as error:
                 raise UserError(f"{name} cannot be read: {error}") from error
-            for number, pair in enumerate(_rows_of(part, columns), start=first + 1):
-                if isinstance(pair, Fault):
-                    reading.add(None, number, pair)
+            for number, cells in enumerate(_rows_of(part, columns), start=first + 1):
+                fields: Any = cells
+                if not isinstance(cells, Fault):
+                    fields = numbers_of(numbers, cells[2:])
+                if isinstance(fields, Fault):
+                    reading.add(None, number, fields)
                     yield None
                 else:
-                    yield placed(pair, None, number)
+                    yield located(cells[:2], None, number, fields)
 
     return Source(name, pairs, lambda: digest_files(files, repr(tuple(columns)).encode()))
 
@@ -130,20 +148,21 @@ def _validate(table: Any) -> None:
 
 
 def _rows_of(table: Any, names: Sequence[str]) -> Iterator[Sequence[str] | Fault]:
-    """Yields the texts of two columns of an Arrow table; a missing text is ""."""
-    for pair in zip(*(_texts(table[name]) for name in names), strict=True):
-        fault = next((text for text in pair if isinstance(text, Fault)), None)
-        yield fault or [LINE_BREAKS.sub(" ", str(text or "").rstrip("\r\n")) for text in pair]
+    """Yields the texts of columns of an Arrow table; a missing text is ""."""
+    for row in zip(*(_texts(table[name]) for name in names), strict=True):
+        fault = next((text for text in row if isinstance(text, Fault)), None)
+        texts = ("" if cell is None else str(cell) for cell in row)
+        yield fault or [LINE_BREAKS.sub(" ", text.rstrip("\r\n")) for text in texts]
 
 
 def _texts(column: Any) -> list[str | Fault | None]:
     try:
         return column.to_pylist()
     except UnicodeDecodeError:  # Arrow itself does not check what it calls strings.
-        return [text and decoded(text) for text in column.cast("large_binary").to_pylist()]
+        return [decoded(text or b"") for text in column.cast("large_binary").to_pylist()]
 
 
-def _name(path: Path, names: Sequence[str], column: str) -> str:
+def _name(path: Path | str, names: Sequence[str], column: str) -> str:
     if column in names:
         return column
     if column.isdecimal() and 0 < int(column) <= len(names):

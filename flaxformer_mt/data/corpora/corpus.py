@@ -17,15 +17,15 @@ import hashlib
 import itertools
 import random
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal, NamedTuple, TypeAlias, cast
 
 from flaxformer_mt.config import CorpusConfig, DataConfig
-from flaxformer_mt.data.corpora import arrow_reader, tables, text_files, tfds_reader
-from flaxformer_mt.data.corpora.alignments import stream_aligned
+from flaxformer_mt.data.corpora import alignments, arrow_reader, tables, text_files, tfds_reader
 from flaxformer_mt.data.corpora.entities import unescaped
-from flaxformer_mt.data.corpora.rows import Dropped, Reading, merged, with_place
+from flaxformer_mt.data.corpora.rows import COLUMN, Dropped, Reading, merged, with_location
 from flaxformer_mt.data.corpora.text_files import Source, of_files
 from flaxformer_mt.errors import UserError, requiring
 from flaxformer_mt.remote.reading import local_list
@@ -72,8 +72,8 @@ class Corpus(abc.ABC):
     None if none are held out."""
     may_be_empty: bool = False
     """Whether it was held out of a corpus that may be too small for it to have any pair."""
-    is_aligned: bool = False
-    """Whether its pairs are of the type `AlignedPair`."""
+    fields: tuple[str, ...] = ()
+    """What its pairs have beside their texts, see `Row.fields`."""
     malformed: Callable[[], dict[str, Dropped]] = dict
     """Returns the malformed rows that the last complete reading has dropped, by kind."""
 
@@ -96,7 +96,7 @@ class Corpus(abc.ABC):
         if not self.tag:
             return iter(pairs)
         tag = f"{self.tag} "
-        return (with_place((pair[0].removeprefix(tag), pair[1]), pair) for pair in pairs)
+        return (with_location((pair[0].removeprefix(tag), pair[1]), pair) for pair in pairs)
 
     def chunks(
         self, size: int, is_wanted: Callable[[int], bool] = lambda number: True
@@ -174,7 +174,7 @@ class StreamedCorpus(Corpus):
     division: Callable[[], dict[str, int]] | None = None
     may_be_empty: bool = False
     """See `Corpus`."""
-    is_aligned: bool = False
+    fields: tuple[str, ...] = ()
     """See `Corpus`."""
     malformed: Callable[[], dict[str, Dropped]] = dict
     """See `Corpus`."""
@@ -205,7 +205,7 @@ class StreamedCorpus(Corpus):
         rows = self.stream(reading)
         if not self.tag:
             return rows
-        return (row and with_place((f"{self.tag} {row[0]}", row[1]), row) for row in rows)
+        return (row and with_location((f"{self.tag} {row[0]}", row[1]), row) for row in rows)
 
 
 def open_corpora(config: DataConfig, role: Role, has_inputs: bool = True) -> list[StreamedCorpus]:
@@ -238,7 +238,8 @@ def open_corpora(config: DataConfig, role: Role, has_inputs: bool = True) -> lis
                 f"data.path={completed.path} has only training pairs: set others aside by "
                 f"--data.hold-out 1000, or give a folder, or data.{role}_corpora"
             )
-        opened.append(open_corpus(completed, config, prefix, has_inputs))
+        columns = config.columns_of_pairs if role == "train" else {}
+        opened.append(open_corpus(completed, config, prefix, has_inputs, columns))
     if role == "train" and config.alignments:
         return [with_alignments(opened[0], Path(config.alignments), "data.alignments")]
     return opened
@@ -249,16 +250,20 @@ def open_path(
 ) -> StreamedCorpus:
     """Opens the corpus that the fields of `data` describe; see `open_corpus`."""
     corpus = _completed(CorpusConfig(tag=tag, weight=weight), data, split)
-    return open_corpus(corpus, data, prefix)
+    return open_corpus(corpus, data, prefix, numbers=data.columns_of_pairs)
 
 
 def open_corpus(
-    corpus: CorpusConfig, data: DataConfig, prefix: str, has_inputs: bool = True
+    corpus: CorpusConfig,
+    data: DataConfig,
+    prefix: str,
+    has_inputs: bool = True,
+    numbers: Mapping[str, str] = MappingProxyType({}),
 ) -> StreamedCorpus:
     """Opens one corpus, of which only the tag may be empty, without reading its text.
 
     `data` has the options of generated corpora, and messages name the fields of `corpus` after
-    `prefix`: "data.", "--".
+    `prefix`: "data.", "--". `numbers` as of `tables.Table`.
     """
     if corpus.tag and not has_inputs:
         raise UserError(
@@ -270,16 +275,23 @@ def open_corpus(
             f"{prefix}columns={corpus.columns}: {text} has no columns: leave it out, or give the "
             "file that has them"
         )
-    source = _open(corpus, data, prefix, has_inputs)
+    if numbers and corpus.kind not in _WITH_COLUMNS:
+        raise UserError(
+            f"{prefix}pair_columns={data.pair_columns}: text of kind {corpus.kind} has no columns: "
+            "leave it out, or give a table"
+        )
+    source = _open(corpus, data, prefix, has_inputs, numbers)
     last = Reading()
 
     def stream(reading: Reading) -> Iterator[SentencePair | None]:
         nonlocal last
         rows = iter(source.rows(reading))
         if not has_inputs:
-            rows = (row and with_place(("", row[-1]), row) for row in rows)
+            rows = (row and with_location(("", row[-1]), row) for row in rows)
         if data.unescape_html:
-            rows = (row and with_place((unescaped(row[0]), unescaped(row[1])), row) for row in rows)
+            rows = (
+                row and with_location((unescaped(row[0]), unescaped(row[1])), row) for row in rows
+            )
         yield from cast(Iterator[SentencePair | None], rows)
         reading.check()
         last = reading
@@ -299,12 +311,13 @@ def open_corpus(
         digest=digest,
         malformed=lambda: last.dropped,
         drops_malformed=data.bad_rows == "drop",
+        fields=tuple(COLUMN + name for name in numbers),
     )
     return opened
 
 
 def with_alignments(corpus: StreamedCorpus, path: Path, option: str) -> StreamedCorpus:
-    """Returns a corpus without a tag with the links of an alignment file, see `AlignedPair`.
+    """Returns a corpus without a tag with the links of an alignment file, see `links_of`.
 
     Messages name `option`, which gave the file.
     """
@@ -314,9 +327,9 @@ def with_alignments(corpus: StreamedCorpus, path: Path, option: str) -> Streamed
         raise UserError(f"{option}={path} counts the words of sources, which have no tag: omit it")
     return dataclasses.replace(
         corpus,
-        stream=lambda reading: stream_aligned(corpus.stream(reading), corpus.name, path),
+        stream=lambda reading: alignments.stream_aligned(corpus.stream(reading), corpus.name, path),
         digest=lambda: hashlib.sha256(corpus.digest() + text_files.digest_file(path)).digest(),
-        is_aligned=True,
+        fields=(*corpus.fields, alignments.FIELD),
     )
 
 
@@ -375,20 +388,26 @@ def _languages(corpus: CorpusConfig) -> tuple[str, str]:
     return corpus.source_language, corpus.target_language
 
 
-def _open(corpus: CorpusConfig, data: DataConfig, prefix: str, has_inputs: bool) -> Source:
+def _open(
+    corpus: CorpusConfig,
+    data: DataConfig,
+    prefix: str,
+    has_inputs: bool,
+    numbers: Mapping[str, str],
+) -> Source:
     path, split, languages = corpus.path, corpus.split, _languages(corpus)
     match corpus.kind:
         case "text":
             return _open_text(corpus, prefix, has_inputs)
         case ("tsv" | "csv" | "jsonl" | "parquet" | "tmx") as form:
-            return _open_table(corpus, form, data, prefix)
+            return _open_table(corpus, form, data, prefix, numbers)
         case "reverse":
             return _generate(corpus, data, _draw_digits)
         case "phrases":
             return _generate(corpus, data, _phrases(corpus, prefix))
         case "datasets":
             columns, option = corpus.columns, f"{prefix}path"
-            return arrow_reader.open_saved(Path(path), split, columns, languages, option)
+            return arrow_reader.open_saved(Path(path), split, columns, languages, option, numbers)
     known = languages if has_inputs else (None, languages[1])
     return tfds_reader.open_split(path, split, known, prefix)
 
@@ -424,17 +443,24 @@ def _parallel_files(corpus: CorpusConfig) -> tuple[Path, ...] | None:
     return None
 
 
-def _open_table(corpus: CorpusConfig, form: tables.Form, data: DataConfig, prefix: str) -> Source:
+def _open_table(
+    corpus: CorpusConfig,
+    form: tables.Form,
+    data: DataConfig,
+    prefix: str,
+    numbers: Mapping[str, str],
+) -> Source:
     columns, languages, path = corpus.columns, _languages(corpus), Path(corpus.path)
     paths = [path] if path.is_file() else [*_find(corpus, prefix, f".{form}").values()]
-    table = tables.Table(form, columns, languages, data.quoting)
+    table = tables.Table(form, columns, languages, data.quoting, numbers)
     source = of_files([(path,) for path in paths], table.stream)
     has_default_quoting = data.quoting == "auto"
-    if form == "tsv" and not columns and has_default_quoting:
+    if form == "tsv" and not columns and has_default_quoting and not numbers:
         return source
     # The same file has other pairs in another form, or in other columns.
     quoting = "" if has_default_quoting else f" {data.quoting}"
-    rule = f"{form} {columns or languages}{quoting}\n".encode()
+    others = f" {dict(numbers)}" if numbers else ""
+    rule = f"{form} {columns or languages}{quoting}{others}\n".encode()
     digest = functools.partial(text_files.digest_files, paths)
     return source._replace(digest=lambda: hashlib.sha256(rule + digest()).digest())
 

@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Iterable, Mapping
 
-from flaxformer_mt.data.corpora.rows import Dropped, place_of
+from flaxformer_mt.data.corpora.rows import Dropped, location_of
 
 _ENTITY = re.compile(r"&(?:#[0-9]{1,7}|#[xX][0-9a-fA-F]{1,6}|[A-Za-z][A-Za-z0-9]{1,31});")
 _BREAKS = re.compile(r"[\t\n\r]+")
@@ -35,8 +35,10 @@ def pairs_with_entities(
     `numbers` are those of their rows in the corpus, by default from 1.
     """
     numbered = zip(numbers or itertools.count(1), pairs, strict=False)
-    places = [place_of(pair, number) for number, pair in numbered if any(map(_has_entity, pair))]
-    return Dropped.at(ENTITIES, places)
+    locations = [
+        location_of(pair, number) for number, pair in numbered if any(map(_has_entity, pair))
+    ]
+    return Dropped.at(ENTITIES, locations)
 
 
 def _has_entity(text: str) -> bool:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from flaxformer_mt.config import DataConfig
 from flaxformer_mt.data.corpora.corpus import Corpus, SentencePair
 from flaxformer_mt.data.corpora.languages import Identifier, are_similar, divided
-from flaxformer_mt.data.corpora.rows import Dropped, place_of
+from flaxformer_mt.data.corpora.rows import Dropped, location_of
 from flaxformer_mt.errors import UserError, requiring
 from flaxformer_mt.writing_systems import count_words, has_visible
 
@@ -82,7 +82,7 @@ class PairFilter:
         text = self.without_tag(source)
         for reason, applies in self._checks.items():
             if applies(text, target):
-                example = example_of(place_of(pair, number), text, target)
+                example = example_of(location_of(pair, number), text, target)
                 earlier = self.dropped.get(reason, Dropped(0, example))
                 self.dropped[reason] = dataclasses.replace(earlier, count=earlier.count + 1)
                 return False
@@ -151,9 +151,9 @@ def _ratio(first: int, second: int) -> float:
     return max(first, second) / min(first, second)
 
 
-def example_of(place: str, source: str, target: str) -> str:
-    """Describes a pair: its place and the beginnings of its sides."""
-    return f"{place}: {shortened(source)} | {shortened(target)}"
+def example_of(location: str, source: str, target: str) -> str:
+    """Describes a pair: its location and the beginnings of its sides."""
+    return f"{location}: {shortened(source)} | {shortened(target)}"
 
 
 def shortened(text: str) -> str:

@@ -23,12 +23,12 @@ from flaxformer_mt.config.data import HeldOutRole
 from flaxformer_mt.data.corpora.comparison import hashed, in_chunks
 from flaxformer_mt.data.corpora.corpus import Corpus, Role, SentencePair, StreamedCorpus
 from flaxformer_mt.data.corpora.filters import PairFilter, options_in_use
-from flaxformer_mt.data.corpora.rows import Reading, Row, placed
+from flaxformer_mt.data.corpora.rows import Reading, Row, located
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.runs.manifest import made_once
 
 _TRAIN, _LEFT_OUT, _MALFORMED = 0, -1, -2
-"""Places of a row, besides those of the roles, which are counted from 1."""
+"""Numbers of what is no held-out role; these are counted from 1."""
 
 _FEWEST = 4
 """Pairs of the corpora per pair to hold out for a role, so that at least about half is left."""
@@ -96,15 +96,15 @@ class Division:
         return [quota for quota in quotas if quota[0] and quota[1] > 0]
 
     def describe(self, number: int) -> dict[str, int]:
-        """Returns how many lines a corpus has, and how many of them in each place."""
-        places = self.divided.places[number]
+        """Returns how many lines a corpus has, and how many of them are for each role."""
+        roles = self.divided.roles[number]
         names: dict[int, str] = {**dict(self._numbered), _TRAIN: "train", _LEFT_OUT: "left_out"}
-        counts = {name: int((places == place).sum()) for place, name in names.items()}
+        counts = {name: int((roles == role).sum()) for role, name in names.items()}
         return {"lines": sum(counts.values()), **counts}
 
     @functools.cached_property
     def divided(self) -> "_Divided":
-        """The place of each row, and the pairs that are held out."""
+        """The role of each row, and the pairs that are held out."""
         if self.cache_folder is None:
             return self._divide()
         return made_once(
@@ -117,25 +117,25 @@ class Division:
 
     def _divide(self) -> "_Divided":
         pairs: dict[str, list[list[SentencePair]]] = {role: [] for role in self.roles}
-        places_of_rows = []
-        for corpus, (places, hashes) in zip(self.corpora, self._places, strict=True):
-            chosen = places > 0
+        roles_of_rows = []
+        for corpus, (roles, hashes) in zip(self.corpora, self._roles, strict=True):
+            chosen = roles > 0
             texts: list[SentencePair] = []
-            places_of_rows.append(places)
+            roles_of_rows.append(roles)
             if chosen.any() or corpus.malformed():
-                texts, places_of_rows[-1] = _placed_rows(corpus, places)
+                texts, roles_of_rows[-1] = _chosen_rows(corpus, roles)
             order = np.argsort(hashes[chosen], kind="stable")
-            for place, role in self._numbered:
-                is_of_role = places[chosen] == place
-                pairs[role].append([texts[index] for index in order if is_of_role[index]])
-        return _Divided(places_of_rows, pairs)
+            for index, role in self._numbered:
+                is_of_role = roles[chosen] == index
+                pairs[role].append([texts[row] for row in order if is_of_role[row]])
+        return _Divided(roles_of_rows, pairs)
 
     def training_rows(self, number: int, reading: Reading) -> Iterator[SentencePair | None]:
         """Yields the pairs of a corpus that are trained on, if they pass the filters.
 
         It yields None for its other rows.
         """
-        in_training = self.divided.places[number] == _TRAIN
+        in_training = self.divided.roles[number] == _TRAIN
         rows = self.corpora[number].stream(reading)
         return (row if is_in else None for row, is_in in zip(rows, in_training, strict=True))
 
@@ -163,13 +163,13 @@ class Division:
         return enumerate(self.roles, start=1)
 
     @functools.cached_property
-    def _places(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """The place of each pair, and its hash: int8 and uint64 [pairs], per corpus."""
+    def _roles(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """The role of each pair, and its hash: int8 and uint64 [pairs], per corpus."""
         lines = [self._read(number) for number in range(len(self.corpora))]
-        places = self._by_sides(lines)
+        roles = self._by_sides(lines)
         ends = np.cumsum([len(part) for part in lines])[:-1]
         hashes = _hashes(np.concatenate(lines))
-        return list(zip(np.split(places, ends), np.split(hashes, ends), strict=True))
+        return list(zip(np.split(roles, ends), np.split(hashes, ends), strict=True))
 
     def _read(self, number: int) -> np.ndarray:
         corpus = self.corpora[number]
@@ -194,10 +194,10 @@ class Division:
         lines = np.concatenate(parts)
         owners = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
         gives = np.isin(owners, [number for numbers, *_ in self.quotas for number in numbers])
-        places = np.zeros(len(lines), np.int8)
+        roles = np.zeros(len(lines), np.int8)
         shares = np.zeros(len(lines), np.bool_)
         frequency = np.maximum(*(_frequencies(lines[side], gives) for side in ("source", "target")))
-        for place, role in self._numbered:
+        for index, role in self._numbered:
             for numbers, wanted, option in self.quotas:
                 is_own = np.isin(owners, numbers)
                 usable = is_own & lines["passes"] & (_hashes(lines) != 0)
@@ -215,12 +215,12 @@ class Division:
                 )
                 if len(chosen) < 0.9 * wanted:
                     self._report_shortage(option, wanted, role, len(chosen), int(usable.sum()))
-                places[free[chosen]] = place
-                held = lines[places > 0]
+                roles[free[chosen]] = index
+                held = lines[roles > 0]
                 shares = _among(lines["source"], held["source"])
                 shares |= _among(lines["target"], held["target"])
-        places[shares & (places == _TRAIN)] = _LEFT_OUT
-        return places
+        roles[shares & (roles == _TRAIN)] = _LEFT_OUT
+        return roles
 
     def _choose(
         self,
@@ -288,8 +288,8 @@ _ODD = np.uint64(0x9E3779B97F4A7C15)
 class _Divided:
     """Where each row of some corpora belongs."""
 
-    places: Sequence[np.ndarray]
-    """The place of each row of a corpus, int8 [rows]."""
+    roles: Sequence[np.ndarray]
+    """The role of each row of a corpus, int8 [rows]."""
     held_out: Mapping[str, Sequence[Sequence[SentencePair]]]
     """The pairs of each role, per corpus, without tags.
 
@@ -297,8 +297,8 @@ class _Divided:
     """
 
     def save(self, folder: Path) -> None:
-        for number, places in enumerate(self.places):
-            np.save(folder / f"{number}.npy", places)
+        for number, roles in enumerate(self.roles):
+            np.save(folder / f"{number}.npy", roles)
         values = {
             role: [[_to_json(pair) for pair in of_corpus] for of_corpus in of_role]
             for role, of_role in self.held_out.items()
@@ -308,23 +308,23 @@ class _Divided:
     @classmethod
     def load(cls, folder: Path, count: int) -> "_Divided":
         """Reads the division of `count` corpora."""
-        places = [np.load(folder / f"{number}.npy") for number in range(count)]
+        roles = [np.load(folder / f"{number}.npy") for number in range(count)]
         values = json.loads((folder / _HELD_OUT).read_text())
         held_out = {
             role: [[_from_json(*pair) for pair in of_corpus] for of_corpus in of_role]
             for role, of_role in values.items()
         }
-        return cls(places, held_out)
+        return cls(roles, held_out)
 
 
-def _placed_rows(
-    corpus: StreamedCorpus, places: np.ndarray
+def _chosen_rows(
+    corpus: StreamedCorpus, roles: np.ndarray
 ) -> tuple[list[SentencePair], np.ndarray]:
-    """Returns the pairs of a corpus that are held out, and the places of all rows, int8 [rows].
+    """Returns the pairs of a corpus that are held out, and the roles of all rows, int8 [rows].
 
-    `places` are those of its pairs.
+    `roles` are those of its pairs.
     """
-    texts, of_rows, rest = [], array.array("b"), iter(places)
+    texts, of_rows, rest = [], array.array("b"), iter(roles)
     for row in corpus.stream(Reading(corpus.drops_malformed, corpus.name)):
         of_rows.append(_MALFORMED if row is None else next(rest))
         if row is not None and of_rows[-1] > 0:
@@ -341,7 +341,7 @@ def _to_json(pair: SentencePair) -> tuple[str, str, str, int]:
 
 def _from_json(source: str, target: str, path: str, number: int) -> SentencePair:
     texts = source, target
-    return placed(texts, Path(path) if path else None, number) if number else texts
+    return located(texts, Path(path) if path else None, number) if number else texts
 
 
 def _hashes(lines: np.ndarray) -> np.ndarray:
@@ -354,8 +354,8 @@ def _frequencies(keys: np.ndarray, is_counted: np.ndarray) -> np.ndarray:
     known, counts = np.unique(keys[is_counted], return_counts=True)
     if not len(known):
         return np.zeros(len(keys), np.int64)
-    places = np.minimum(known.searchsorted(keys), len(known) - 1)
-    return np.where((known[places] == keys) & (keys != 0), counts[places], 0)
+    indices = np.minimum(known.searchsorted(keys), len(known) - 1)
+    return np.where((known[indices] == keys) & (keys != 0), counts[indices], 0)
 
 
 def _firsts(keys: np.ndarray) -> np.ndarray:

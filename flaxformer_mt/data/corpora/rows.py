@@ -1,10 +1,12 @@
 """Rows of files: where each of them was read, and what becomes of malformed ones."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, cast
+from types import MappingProxyType
+from typing import Any, NamedTuple, cast
 
 from flaxformer_mt.errors import UserError
 
@@ -16,7 +18,7 @@ _LISTED = 5
 
 
 class Row(tuple[str, str]):
-    """The texts of a row, with its place, which they keep when other rows are dropped.
+    """The texts of a row, with its location, which they keep when other rows are dropped.
 
     It has one text only if it was read for a language model.
 
@@ -24,25 +26,27 @@ class Row(tuple[str, str]):
       path: the file; of parallel files, the first. None if the texts are not of a file.
       number: number of the first line of the row, from 1; of a Parquet file or a prepared data set,
         of the row itself.
+      fields: what the row has beside its texts, by the name of its `PairField`.
     """
 
     path: Path | None = None
     number: int = 0
+    fields: Mapping[str, Any] = MappingProxyType({})
 
 
-def with_place(texts: tuple[str, str], row: tuple[str, ...]) -> tuple[str, str]:
-    """Returns texts with the place of a row, if it has one."""
-    return placed(texts, row.path, row.number) if isinstance(row, Row) else texts
+def with_location(texts: tuple[str, str], row: tuple[str, ...]) -> tuple[str, str]:
+    """Returns texts with the location and the fields of a row, if it has them."""
+    return located(texts, row.path, row.number, row.fields) if isinstance(row, Row) else texts
 
 
-def place_of(texts: tuple[str, ...], number: int) -> str:
-    """Describes where texts were read; those without a place are pair `number` of their corpus."""
+def location_of(texts: tuple[str, ...], number: int) -> str:
+    """Describes where texts were read; without a location, they are pair `number`."""
     if isinstance(texts, Row):
-        return place(texts.path, texts.number)
-    return place(None, number)
+        return location(texts.path, texts.number)
+    return location(None, number)
 
 
-def place(path: Path | str | None, number: int) -> str:
+def location(path: Path | str | None, number: int) -> str:
     """Describes a line of a file, a row of a Parquet file, or a pair that is not of a file."""
     return f"{path}, {_unit(path)} {number}" if path else f"{_unit(None)} {number}"
 
@@ -53,11 +57,25 @@ def _unit(path: Path | str | None) -> str:
     return "row" if str(path).lower().endswith(".parquet") else "line"
 
 
-def placed(texts: Iterable[str], path: Path | None, number: int) -> Row:
-    """Returns texts as a row with its place."""
+def located(
+    texts: Iterable[str], path: Path | None, number: int, fields: Mapping[str, Any] = Row.fields
+) -> Row:
+    """Returns texts as a row with its location and its fields."""
     row = Row(cast(tuple[str, str], texts))
-    row.path, row.number = path, number
+    row.path, row.number, row.fields = path, number, fields
     return row
+
+
+def with_field(row: tuple[str, str], name: str, value: Any) -> Row:
+    """Returns a row with one more field."""
+    known = row if isinstance(row, Row) else Row(row)
+    return located(known, known.path, known.number, {**known.fields, name: value})
+
+
+COLUMN = "column."
+"""What the names of fields that are columns of numbers begin with."""
+WEIGHT = f"{COLUMN}weight"
+"""The field of the weights of pairs in the loss."""
 
 
 class Fault(NamedTuple):
@@ -72,6 +90,21 @@ class Fault(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.kind}{self.detail}{self.advice and f'; {self.advice}'}"
+
+
+def numbers_of(names: Iterable[str], cells: Iterable[str]) -> dict[str, float] | Fault:
+    """Returns the numbers in cells of a row, by the names of their columns."""
+    numbers = {}
+    for name, cell in zip(names, cells, strict=True):
+        field = COLUMN + name
+        try:
+            numbers[field] = float(cell)
+        except ValueError:
+            numbers[field] = math.nan
+        if not math.isfinite(numbers[field]) or (field == WEIGHT and numbers[field] < 0):
+            kind = "not a weight, a number from 0 on," if field == WEIGHT else "not a number"
+            return Fault(kind, f": {cell[:40]!r} in the column of {name!r}")
+    return numbers
 
 
 def decoded(text: bytes, whole: str = "text") -> str | Fault:
@@ -96,14 +129,18 @@ class Dropped:
 
     count: int
     example: str
-    """The first of them: its place and, of filtered pairs, its two sides, shortened."""
+    """The first of them: its location and, of filtered pairs, its two sides, shortened."""
     more: tuple[str, ...] = ()
-    """Places of the next ones, unless they are of filtered pairs."""
+    """Locations of the next ones, unless they are of filtered pairs."""
 
     @classmethod
-    def at(cls, reason: str, places: Sequence[str]) -> "dict[str, Dropped]":
-        """Returns those at some places by their reason, unless there are none."""
-        return {reason: cls(len(places), places[0], (*places[1:_LISTED],))} if places else {}
+    def at(cls, reason: str, locations: Sequence[str]) -> "dict[str, Dropped]":
+        """Returns those at some locations by their reason, unless there are none."""
+        return (
+            {reason: cls(len(locations), locations[0], (*locations[1:_LISTED],))}
+            if locations
+            else {}
+        )
 
     def __add__(self, later: "Dropped") -> "Dropped":
         more = (*self.more, later.example, *later.more)[: _LISTED - 1]
@@ -163,7 +200,7 @@ class Reading:
             if len(self._errors) == _LISTED:
                 self.check()
             return
-        row = {fault.kind: Dropped(1, f"{place(path, number)}{fault.detail}")}
+        row = {fault.kind: Dropped(1, f"{location(path, number)}{fault.detail}")}
         self.dropped = merged([self.dropped, row])
 
     def take(self) -> dict[str, Dropped]:
@@ -177,9 +214,9 @@ class Reading:
             return
         path, number, first = self._errors[0]
         origin = "" if path else f"{self._name}, "
-        texts = [f"{origin}{place(path, number)}: {first.kind}{first.detail}"]
+        texts = [f"{origin}{location(path, number)}: {first.kind}{first.detail}"]
         for other, number, fault in self._errors[1:]:
-            where = f"{_unit(path)} {number}" if other == path else place(other, number)
+            where = f"{_unit(path)} {number}" if other == path else location(other, number)
             texts.append(f"{where}: {fault.kind}{fault.detail}")
         advice = first.advice or "correct the file"
         these = "this row" if len(texts) == 1 else "such rows"

@@ -4,26 +4,21 @@ Texts are compared as `comparable` returns them. A held-out pair counts for the 
 what it shares.
 """
 
-import collections
 import dataclasses
 import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeAlias
 
-from flaxformer_mt.config import DataConfig
 from flaxformer_mt.data.corpora.comparison import comparable, in_chunks
 from flaxformer_mt.data.corpora.corpus import Corpus, SentencePair
 from flaxformer_mt.data.corpora.filters import shortened
-from flaxformer_mt.data.corpora.rows import place_of
+from flaxformer_mt.data.corpora.rows import location_of
 
-PAIR, SOURCE, TARGET, NEAR = range(4)
-"""Kinds: both sides, one side with another translation, a near-duplicate of a side."""
-
-_NGRAM = 5
-"""Characters in an n-gram of near-duplicates."""
+PAIR, SOURCE, TARGET = range(3)
+"""Kinds: both sides, or one side with another translation."""
 
 Shared: TypeAlias = dict[int, tuple[int, str]]
 """By the number of a held-out pair, from 0: its kind, and the first training pair of this kind."""
@@ -31,29 +26,20 @@ Shared: TypeAlias = dict[int, tuple[int, str]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HeldOutText:
-    """Held-out pairs, to be found in training text.
-
-    Args:
-      corpora: those with the pairs.
-      near_duplicates: share of common n-grams from which texts are near-duplicates; 0 = they are
-        not looked for.
-    """
+    """The pairs of some corpora, to be found in training text."""
 
     corpora: Sequence[Corpus]
-    near_duplicates: float = 0.0
 
     @classmethod
-    def of(cls, corpora: Sequence[Corpus], config: DataConfig) -> "HeldOutText":
+    def of(cls, corpora: Sequence[Corpus]) -> "HeldOutText":
         """Returns the text of the corpora that can share anything with training text."""
-        if not config.near_duplicates:
-            # Those that are held out share nothing with what they were held out of.
-            corpora = [corpus for corpus in corpora if not corpus.may_be_empty]
-        return cls(corpora, config.near_duplicates)
+        # Those that are held out share nothing with what they were held out of.
+        return cls([corpus for corpus in corpora if not corpus.may_be_empty])
 
     @functools.cached_property
     def fingerprint(self) -> str:
         """SHA-256 of all that `find` depends on, in hexadecimal."""
-        content = [[corpus.fingerprint for corpus in self.corpora], self.near_duplicates]
+        content = [corpus.fingerprint for corpus in self.corpora]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     @functools.cached_property
@@ -68,11 +54,6 @@ class HeldOutText:
     @functools.cached_property
     def _equal(self) -> list[dict[str, list[int]]]:
         return [_numbers_by_text(pair[side] for pair in self._compared) for side in (0, 1)]
-
-    @functools.cached_property
-    def _near(self) -> list["_NearDuplicates"]:
-        share = self.near_duplicates
-        return [_NearDuplicates(texts, share) for texts in self._equal] if share else []
 
     def find(
         self,
@@ -92,20 +73,18 @@ class HeldOutText:
         if not sources and not targets:
             return shared
         for number, (pair, compared) in zip(numbers, _with_compared(pairs), strict=False):
-            if not self._near and compared[0] not in sources and compared[1] not in targets:
+            if compared[0] not in sources and compared[1] not in targets:
                 continue
             found = dict(self._found(compared))
             if found and is_kept(number, pair):
-                example = f"{shown(*pair)} ({place_of(pair, number)})"
+                example = f"{shown(*pair)} ({location_of(pair, number)})"
                 add(shared, {held: (kind, example) for held, kind in found.items()})
         return shared
 
     def _found(self, compared: tuple[str, str]) -> Iterator[tuple[int, int]]:
         """Yields the held-out pairs that share something, with kinds, the strongest one last."""
         found = [texts.get(text, ()) for texts, text in zip(self._equal, compared, strict=True)]
-        for near, text in zip(self._near, compared, strict=False):
-            found.append(near.find(text))
-        for kind, numbers in reversed([*zip((SOURCE, TARGET, NEAR, NEAR), found, strict=False)]):
+        for kind, numbers in reversed([*zip((SOURCE, TARGET), found, strict=True)]):
             for held in numbers:
                 yield held, PAIR if self._compared[held] == compared else kind
 
@@ -141,35 +120,3 @@ def _numbers_by_text(texts: Iterable[str]) -> dict[str, list[int]]:
         if text:
             numbers.setdefault(text, []).append(number)
     return numbers
-
-
-class _NearDuplicates:
-    """Finds texts by the share of their n-grams of characters, of all that either text has."""
-
-    def __init__(self, numbers_by_text: Mapping[str, Sequence[int]], share: float):
-        self._share = share
-        self._numbers = [*numbers_by_text.values()]
-        self._texts_with: dict[str, list[int]] = {}
-        self._sizes = []
-        for place, text in enumerate(numbers_by_text):
-            ngrams = _ngrams(text)
-            self._sizes.append(len(ngrams))
-            for ngram in ngrams:
-                self._texts_with.setdefault(ngram, []).append(place)
-
-    def find(self, text: str) -> list[int]:
-        """Returns the numbers of the texts that are near to another."""
-        ngrams = _ngrams(text)
-        common = collections.Counter(
-            itertools.chain.from_iterable(self._texts_with.get(ngram, ()) for ngram in ngrams)
-        )
-        return [
-            number
-            for place, count in common.items()
-            if count >= self._share * (len(ngrams) + self._sizes[place] - count)
-            for number in self._numbers[place]
-        ]
-
-
-def _ngrams(text: str) -> set[str]:
-    return {text[end - _NGRAM : end] for end in range(_NGRAM, len(text) + 1)}

@@ -19,12 +19,13 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
 from flaxformer_mt.config.data import Quoting
 from flaxformer_mt.config.fields import suggestion
 from flaxformer_mt.data.corpora import arrow_reader, headers, text_files, tmx_reader
-from flaxformer_mt.data.corpora.rows import LINE_BREAKS, Fault, Reading, placed
+from flaxformer_mt.data.corpora.rows import LINE_BREAKS, Fault, Reading, located, numbers_of
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.input_files import parse_json
 
@@ -60,16 +61,19 @@ class Table:
     """The columns of source and target, or none; see above."""
     languages: tuple[str, str]
     quoting: Quoting
+    numbers: Mapping[str, str] = MappingProxyType({})
+    """Columns of numbers by the names that they get, see `DataConfig.pair_columns`."""
 
     def stream(self, path: Path, *, reading: Reading) -> Iterator[tuple[str, ...] | None]:
         """Yields the pairs of a file, which may be compressed; None for a malformed row."""
-        indices: tuple[int, int] = (0, 1)
-        widths: tuple[int, float] = (2, 2)
+        given = [*self.numbers.values()]
+        indices: Sequence[int] = range(2 + len(given))
+        widths: tuple[int, float] = (len(indices), len(indices))
         match self.form:
             case "jsonl":
-                rows = _json_rows(path, self.columns, self.languages)
+                rows = _json_rows(path, self.columns, self.languages, given)
             case "parquet":
-                rows = arrow_reader.stream_rows(path, self.columns, self.languages)
+                rows = arrow_reader.stream_rows(path, self.columns, self.languages, given)
             case "tmx":
                 rows = tmx_reader.stream_rows(path, self.languages)
             case _:
@@ -78,15 +82,18 @@ class Table:
                 if is_header:
                     next(rows)
         least, most = widths
-        source, target = indices
+        source, target, *others = indices
         for number, cells in rows:
             if not isinstance(cells, Fault) and not least <= len(cells) <= most:
                 cells = self._fault(len(cells), indices, most)
-            if isinstance(cells, Fault):
-                reading.add(path, number, cells)
+            fields: Any = cells
+            if not isinstance(cells, Fault):
+                fields = numbers_of(self.numbers, (cells[index] for index in others))
+            if isinstance(fields, Fault):
+                reading.add(path, number, fields)
                 yield None
             else:
-                yield placed((cells[source], cells[target]), path, number)
+                yield located((cells[source], cells[target]), path, number, fields)
 
     def _rows(self, path: Path) -> _Rows:
         delimiter = "," if self.form == "csv" else "\t"
@@ -105,25 +112,29 @@ class Table:
 
     def _layout(
         self, path: Path, first: Sequence[str]
-    ) -> tuple[tuple[int, int], tuple[int, float], bool]:
-        """Returns the indices of both sides, the least and most cells, if `first` names them."""
-        if self.columns and not all(re.fullmatch("[1-9][0-9]*", name) for name in self.columns):
-            source, target = (_index(path, name, first) for name in self.columns)
-            is_header = True
-        elif self.columns:
-            source, target = (int(column) - 1 for column in self.columns)
-            cells = [first[index] for index in (source, target) if index < len(first)]
-            is_header = headers.sides_of(cells, self.languages) is not None
+    ) -> tuple[Sequence[int], tuple[int, float], bool]:
+        """Returns the indices of both sides and of numbers, and the least and most cells.
+
+        Also returns whether `first` names them.
+        """
+        given = [*self.columns, *self.numbers.values()]
+        is_header = not all(re.fullmatch("[1-9][0-9]*", name) for name in given)
+        find = functools.partial(_index, path, header=first) if is_header else _index_of_number
+        sides: Sequence[int] | None
+        if self.columns:
+            sides = [find(name) for name in self.columns]
+            cells = [first[index] for index in sides if index < len(first)]
+            is_header = is_header or headers.sides_of(cells, self.languages) is not None
         else:
             sides = headers.sides_of(first, self.languages)
-            source, target = sides or (0, 1)
-            is_header = sides is not None
-            if not is_header:
-                return (source, target), (2, 2), False
+            if sides is None:
+                return (0, 1), (2, 2), False
+            is_header = True
+        indices = [*sides, *map(find, self.numbers.values())]
         most = len(first) if is_header else math.inf
-        return (source, target), (max(source, target) + 1, most), is_header
+        return indices, (max(indices) + 1, most), is_header
 
-    def _fault(self, cells: int, indices: tuple[int, int], most: float) -> Fault:
+    def _fault(self, cells: int, indices: Sequence[int], most: float) -> Fault:
         """Describes a row with the wrong number of cells."""
         if most not in (2, math.inf) or self.columns:
             if cells > most:
@@ -262,6 +273,10 @@ def _evidence(line: bytes) -> str:
     return "either" if all(b"," in cell for cell in cells) else "text"
 
 
+def _index_of_number(name: str) -> int:
+    return int(name) - 1
+
+
 def _index(path: Path, name: str, header: Sequence[str]) -> int:
     if name not in header:
         raise UserError(
@@ -271,15 +286,19 @@ def _index(path: Path, name: str, header: Sequence[str]) -> int:
     return header.index(name)
 
 
-def _json_rows(path: Path, columns: Sequence[str], languages: tuple[str, str]) -> _Rows:
+def _json_rows(
+    path: Path, columns: Sequence[str], languages: tuple[str, str], numbers: Sequence[str]
+) -> _Rows:
     for number, line in enumerate(text_files.lines_and_faults(path), start=1):
         if isinstance(line, Fault):
             yield number, line
         elif line.strip():
-            yield number, _json_cells(line, columns, languages)
+            yield number, _json_cells(line, columns, languages, numbers)
 
 
-def _json_cells(line: str, columns: Sequence[str], languages: tuple[str, str]) -> list[str] | Fault:
+def _json_cells(
+    line: str, columns: Sequence[str], languages: tuple[str, str], numbers: Sequence[str]
+) -> list[str] | Fault:
     try:
         values = parse_json(line, "")
     except UserError as error:
@@ -291,15 +310,15 @@ def _json_cells(line: str, columns: Sequence[str], languages: tuple[str, str]) -
     if not columns and "translation" in values:
         names = [f"translation.{language}" for language in languages]
     cells = []
-    for name in names:
-        cell = _member(name, values)
+    for index, name in enumerate([*names, *numbers]):
+        cell = _member(name, values, is_number=index >= 2)
         if isinstance(cell, Fault):
             return cell
         cells.append(cell)
     return cells
 
 
-def _member(name: str, values: dict[str, Any]) -> str | Fault:
+def _member(name: str, values: dict[str, Any], is_number: bool) -> str | Fault:
     """Returns a member of a JSON object, "" for null; "a.b" is member "b" of member "a"."""
     value: Any = values
     for part in [name] if name in values else name.split("."):
@@ -312,6 +331,8 @@ def _member(name: str, values: dict[str, Any]) -> str | Fault:
         value = value[part]
     if value is None:
         return ""
+    if is_number and type(value) in (int, float):
+        return str(value)
     if not isinstance(value, str):
         return Fault(f"{name!r} is not a string")
     return LINE_BREAKS.sub(" ", value)

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
-from flaxformer_mt.data.corpora.rows import NOT_WANTED, Fault, Reading, decoded, placed
+from flaxformer_mt.data.corpora.rows import NOT_WANTED, Fault, Reading, decoded, located
 from flaxformer_mt.errors import UserError, prefixed, requiring
 from flaxformer_mt.input_files import open_regular
 
@@ -210,7 +210,7 @@ def stream_parallel(*paths: Path, reading: Reading | None = None) -> Iterator[An
                 "line i of one must translate line i of the other"
             )
         if Fault not in map(type, lines):
-            yield placed(cast(tuple[str, ...], lines), paths[0], number)
+            yield located(cast(tuple[str, ...], lines), paths[0], number)
             continue
         if reading is not None and NOT_WANTED not in lines:
             path, fault = next(
@@ -379,8 +379,8 @@ _NOT_TEXT = {
 
 
 def _check_is_text(start: bytes, path: Path) -> None:
-    place, magic = _TAR_MAGIC
-    if start[place] == magic or path.suffix.lower() in (".tgz", ".tbz2", ".txz"):
+    where, magic = _TAR_MAGIC
+    if start[where] == magic or path.suffix.lower() in (".tgz", ".tbz2", ".txz"):
         raise UserError(f"{path} is a tar archive, not a file of text: {_UNPACK}")
     for beginning, (what, advice) in _NOT_TEXT.items():
         if start.startswith(beginning):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from flaxformer_mt.data.corpora.rows import LINE_BREAKS, Fault, Reading, decoded, placed
+from flaxformer_mt.data.corpora.rows import LINE_BREAKS, Fault, Reading, decoded, located
 from flaxformer_mt.data.corpora.text_files import Source, digest_file
 from flaxformer_mt.errors import UserError, first_line, requiring
 from flaxformer_mt.input_files import read_json, require_regular_files
@@ -59,7 +59,7 @@ def _pairs(
                 reading.add(None, number + 1, fault)
                 yield None
             elif texts:
-                yield placed((LINE_BREAKS.sub(" ", str(text)) for text in texts), None, number + 1)
+                yield located((LINE_BREAKS.sub(" ", str(text)) for text in texts), None, number + 1)
 
 
 def _read(records: Any, numbers: range, name: str) -> Sequence[bytes]:

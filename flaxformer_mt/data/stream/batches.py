@@ -17,7 +17,6 @@ import numpy as np
 from flaxformer_mt import distributed
 from flaxformer_mt.config import ExperimentConfig, TransformerConfig
 from flaxformer_mt.data.stream.encoded_corpus import EncodedCorpus
-from flaxformer_mt.data.stream.links import pack_links
 from flaxformer_mt.data.stream.packing import (
     BatchShape,
     TokenPairs,
@@ -25,6 +24,7 @@ from flaxformer_mt.data.stream.packing import (
     pack,
     plan_rows,
 )
+from flaxformer_mt.data.stream.pair_fields import field_of
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.input_files import checked
 
@@ -45,13 +45,16 @@ class Batch:
       encoder_input_tokens: [B, S], the source tokens and end token of each segment.
       decoder_input_tokens: [B, T], the start token and target tokens of each segment.
       decoder_target_tokens: [B, T], the target tokens and end token of each segment.
-      decoder_loss_weights: float32 [B, T], 1 for target tokens, 0 in padding.
+      decoder_loss_weights: float32 [B, T], 1 for target tokens, or the weight of their pair; 0 in
+        padding.
       encoder_segment_ids: [B, S], 1, 2, ... for the segments of a row, 0 in padding.
       decoder_segment_ids: [B, T], the same; equal ids in a row belong to the same pair.
       encoder_positions: [B, S], 0, 1, ... in each segment, 0 in padding.
       decoder_positions: [B, T], the same.
       alignment: float32 [B, T, S], for each target token with links a uniform distribution over the
         source tokens that it is linked to, 0 elsewhere; None if the corpus has no links.
+      columns: float32 [B, T] by name, see `read_pairs(columns=)`: row b has the number of segment s
+        at [b, s - 1], 0 beyond the last segment.
     """
 
     encoder_input_tokens: Array | None
@@ -63,6 +66,7 @@ class Batch:
     encoder_positions: Array | None
     decoder_positions: Array
     alignment: Array | None = None
+    columns: Mapping[str, Array] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,16 +175,17 @@ def packed_batch(
         encoder_positions=None,
         decoder_positions=targets.positions,
     )
-    if pairs.sources is None:
-        return batch
-    sources = pack(pairs.sources, counts, shape.source_length, model.pad_id)
-    return dataclasses.replace(
-        batch,
-        encoder_input_tokens=sources.tokens,
-        encoder_segment_ids=sources.segment_ids,
-        encoder_positions=sources.positions,
-        alignment=pack_links(pairs, counts, shape.source_length, shape.target_length),
-    )
+    if pairs.sources is not None:
+        sources = pack(pairs.sources, counts, shape.source_length, model.pad_id)
+        batch = dataclasses.replace(
+            batch,
+            encoder_input_tokens=sources.tokens,
+            encoder_segment_ids=sources.segment_ids,
+            encoder_positions=sources.positions,
+        )
+    for name, values in pairs.fields.items():
+        batch = field_of(name).into(batch, pairs, values, counts, shape)
+    return batch
 
 
 def packed_shape(config: ExperimentConfig) -> BatchShape:
@@ -197,7 +202,7 @@ def packed_shape(config: ExperimentConfig) -> BatchShape:
     return BatchShape(config.rows_per_batch, *lengths)
 
 
-def evaluation_batches(
+def whole_batches(
     corpus: EncodedCorpus,
     config: ExperimentConfig,
     row_shards: int = 1,

@@ -41,7 +41,7 @@ SILENT_SECONDS = 30.0
 """A worker that does not answer is named in a warning as often."""
 
 _REQUESTS = 2  # To each worker that are not answered yet, so that it need not wait for one.
-_PLACE = struct.Struct("3q")
+_ADDRESS = struct.Struct("3q")
 _ALIGNMENT = 64
 
 _log = logging.getLogger(__name__)
@@ -95,9 +95,9 @@ class BlockWorkers:
                     self._sockets.put((own, process.pid))
         self._threads = concurrent.futures.ThreadPoolExecutor(count * _REQUESTS, "workers")
 
-    def submit(self, *place: int) -> concurrent.futures.Future[Block]:
+    def submit(self, *address: int) -> concurrent.futures.Future[Block]:
         """Starts `BlockMaker.make`."""
-        return self._threads.submit(self._make, *place)
+        return self._threads.submit(self._make, *address)
 
     def close(self) -> None:
         """Ends the processes; blocks that are not finished are cancelled."""
@@ -111,10 +111,10 @@ class BlockWorkers:
             if worker := self._sockets.get():
                 worker[0].close()
 
-    def _make(self, *place: int) -> Block:
+    def _make(self, *address: int) -> Block:
         worker = self._sockets.get()
         try:
-            result = None if worker is None else self._answer(*worker, place)
+            result = None if worker is None else self._answer(*worker, address)
             if worker is not None and result is None:
                 worker[0].close()
                 worker = None
@@ -134,14 +134,14 @@ class BlockWorkers:
             return result
         with self._lock:
             self._own = self._own or BlockMaker(*self._arguments)
-            return self._own.make(*place)
+            return self._own.make(*address)
 
     def _answer(
-        self, worker: socket.socket, pid: int, place: Sequence[int]
+        self, worker: socket.socket, pid: int, address: Sequence[int]
     ) -> Block | BaseException | None:
         """Returns the block that a worker makes, or its error, or None if it has ended."""
         try:
-            worker.sendall(_PLACE.pack(*place))
+            worker.sendall(_ADDRESS.pack(*address))
             while not select.select([worker], [], [], SILENT_SECONDS)[0]:
                 self._name_silent(pid)
             _, files, _, _ = socket.recv_fds(worker, 1, 1)
@@ -181,14 +181,14 @@ def _serve(arguments: int, *sockets: int) -> None:
         while True:
             for key, _ in selector.select():
                 asked: Any = key.fileobj
-                place = asked.recv(_PLACE.size, socket.MSG_WAITALL)
-                if len(place) < _PLACE.size:
+                address = asked.recv(_ADDRESS.size, socket.MSG_WAITALL)
+                if len(address) < _ADDRESS.size:
                     return
                 try:
                     if maker is None:
                         with open(arguments, "rb") as file:
                             maker = BlockMaker(*_content(np.memmap(file, np.uint8, "r")))
-                    result: Block | BaseException = maker.make(*_PLACE.unpack(place))
+                    result: Block | BaseException = maker.make(*_ADDRESS.unpack(address))
                 except Exception as error:
                     result = _sent(error)
                 with _file_with(result) as file:

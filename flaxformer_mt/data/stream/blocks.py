@@ -5,15 +5,23 @@ Imported by worker processes (`block_workers`): without JAX, they start in a fra
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 import numpy as np
 
 from flaxformer_mt.config import ExperimentConfig
+from flaxformer_mt.data.corpora.rows import COLUMN
 from flaxformer_mt.data.stream.encoded_corpus import EncodedCorpus
 from flaxformer_mt.data.stream.mixture import Mixture, generator
 from flaxformer_mt.data.stream.packing import BatchShape, Sentences, TokenPairs, plan_rows
+from flaxformer_mt.data.stream.pair_fields import TEXT
 from flaxformer_mt.data.tokenizers.base import Tokenizer
+from flaxformer_mt.errors import UserError
+
+Curriculum: TypeAlias = Callable[[int, np.ndarray, Mapping[str, np.ndarray]], np.ndarray]
+"""Returns how often pairs are used in an epoch, float [N], from the number of the epoch, source and
+target lengths in tokens, int [N, 2], and the columns of `Batch.columns`, float32 [N] each."""
 
 _BLOCK_KEY = 2  # Key of random number generators; the mixture uses 0, 1 and 4.
 
@@ -44,6 +52,7 @@ class BlockMaker:
       shapes: all batch shapes, in ascending order; pairs are truncated to the last.
       config: the experiment.
       sampler: the vocabulary of the sources, for `data.subword_sampling`.
+      curriculum: how often each pair is used in an epoch; by default once.
     """
 
     def __init__(
@@ -53,6 +62,7 @@ class BlockMaker:
         shapes: Sequence[BatchShape],
         config: ExperimentConfig,
         sampler: Tokenizer | None,
+        curriculum: Curriculum | None = None,
     ) -> None:
         self._corpora = corpora
         # How many pairs are kept before each that is not.
@@ -61,6 +71,7 @@ class BlockMaker:
         _, *self._row_lengths = shapes[-1]
         self._config = config
         self._sampler = sampler
+        self._curriculum = curriculum
         sizes = [
             len(corpus.targets) - len(pairs) for corpus, pairs in zip(corpora, dropped, strict=True)
         ]
@@ -74,9 +85,38 @@ class BlockMaker:
         random = generator(self._config.train.seed, _BLOCK_KEY, *key)
         # Ascending, for sequential access to stores on disk.
         pairs = self.read(np.sort(self.mixture.draws(epoch, stream, number)), random)
+        if self._curriculum is not None:
+            pairs = pairs.take(self._sampled(self._curriculum, epoch, pairs, random))
         plan = _pack_rows if self._config.data.batching == "packed" else _sort_into_buckets
         rows, shapes = plan(np.stack(pairs.lengths), self._shapes, random)
         return Block(pairs.take(rows.tokens), rows.offsets.tolist(), shapes)
+
+    def _sampled(
+        self, curriculum: Curriculum, epoch: int, pairs: TokenPairs, random: np.random.Generator
+    ) -> np.ndarray:
+        """Draws the indices of pairs by their rates, each in ascending order, at least one."""
+        lengths = np.stack(pairs.lengths, axis=1)
+        columns = {
+            name.removeprefix(COLUMN): values.tokens
+            for name, values in pairs.fields.items()
+            if name.startswith(COLUMN)
+        }
+        rates = np.asarray(curriculum(epoch, lengths, columns), float)
+        if rates.shape != (len(lengths),) or not np.all((rates >= 0) & (rates < np.inf)):
+            raise UserError(
+                f"curriculum must return a rate from 0 on for each of {len(lengths)} pairs, not "
+                f"{rates.dtype}{list(rates.shape)} from {rates.min(initial=0)} to "
+                f"{rates.max(initial=0)}"
+            )
+        if not rates.any():
+            raise UserError(
+                f"curriculum leaves none of {len(lengths):,} pairs in epoch {epoch}: give some of "
+                "them a rate above 0"
+            )
+        counts = np.floor(rates + random.random(len(rates))).astype(np.int64)
+        if not counts.any():  # A block has a row at least.
+            counts[rates.argmax()] = 1
+        return np.repeat(np.arange(len(counts)), counts)
 
     def read(self, draws: np.ndarray, random: np.random.Generator) -> TokenPairs:
         """Reads the tokens of pairs, truncated to a row; `random` is for subword sampling."""
@@ -87,8 +127,9 @@ class BlockMaker:
         )
         assert targets is not None
         if self._config.data.subword_sampling and sources is not None:
-            sources = self._resample(pairs.texts, sources, random)
-        return TokenPairs(sources, targets, pairs.links)
+            sources = self._resample(pairs.fields.get(TEXT), sources, random)
+        fields = {name: values for name, values in pairs.fields.items() if name != TEXT}
+        return TokenPairs(sources, targets, fields)
 
     def _located(self, draws: np.ndarray) -> Iterator[tuple[np.ndarray, int, np.ndarray]]:
         """Yields for each corpus which of the pairs it has, its number, and its own indices."""

@@ -6,17 +6,17 @@ encoded in memory, here. Sequences are not truncated: long pairs are handled in 
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.data.corpora.alignments import AlignedPair
 from flaxformer_mt.data.corpora.corpus import ParallelCorpus, SentencePair
-from flaxformer_mt.data.corpora.rows import Dropped, place
+from flaxformer_mt.data.corpora.rows import Dropped, location, merged
 from flaxformer_mt.data.corpora.shared_text import Shared
-from flaxformer_mt.data.stream.links import encode_links
 from flaxformer_mt.data.stream.packing import Sentences, TokenPairs
+from flaxformer_mt.data.stream.pair_fields import field_of
 from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers
 from flaxformer_mt.errors import UserError
@@ -117,9 +117,15 @@ class CorpusReport:
             tokens = f"{self.sources.tokens:,} source and {tokens}"
             unknown_tokens += self.sources.unknown_tokens
             all_tokens += self.sources.tokens
-        return f"{self._pairs()}; {tokens}, {unknown_tokens / all_tokens:.2%} unknown"
+        return f"{self.changes()}; {tokens}, {unknown_tokens / all_tokens:.2%} unknown"
 
-    def _pairs(self) -> str:
+    @property
+    def is_changed(self) -> bool:
+        """Whether pairs were dropped or truncated."""
+        return bool(self.dropped or self.truncated)
+
+    def changes(self) -> str:
+        """Returns how many pairs there are, and how many were dropped or truncated, and why."""
         changes = [
             f"{dropped.count:,} {reason} dropped" for reason, dropped in self.dropped.items()
         ]
@@ -131,7 +137,7 @@ class CorpusReport:
 
     def details(self) -> list[str]:
         """Returns the lines about this corpus in the report of a starting run."""
-        lines = [self._pairs()]
+        lines = [self.changes()]
         lines += [f"{reason}: {dropped}" for reason, dropped in self.dropped.items()]
         if self.sources is not None:
             lines.append(f"source: {self.sources}")
@@ -139,7 +145,7 @@ class CorpusReport:
 
 
 @dataclasses.dataclass(frozen=True)
-class Places:
+class Locations:
     """Where the pairs of a corpus were read."""
 
     numbers: np.ndarray
@@ -149,7 +155,7 @@ class Places:
 
     def __getitem__(self, index: int) -> str:
         file = [name for first, name in self.files if first <= index][-1]
-        return place(file, int(self.numbers[index]))
+        return location(file, int(self.numbers[index]))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -162,13 +168,13 @@ class EncodedCorpus(TokenPairs):
     weight: float = 1.0
     parts: tuple[tuple[str, int], ...] = ()
     """See `ParallelCorpus.parts`."""
-    places: Places | None = None
+    locations: Locations | None = None
     shared: Mapping[str, Shared] = dataclasses.field(default_factory=dict)
     """What held-out text shares with it, by the fingerprint of that text, as far as is known."""
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         """Describes where a pair was read: file and line, if it is of a file."""
-        return place(None, index + 1) if self.places is None else self.places[index]
+        return location(None, index + 1) if self.locations is None else self.locations[index]
 
     def without(self, reason: str, example: str, indices: np.ndarray) -> "EncodedCorpus":
         """Returns the corpus with a report without some of its pairs, which are dropped."""
@@ -197,16 +203,15 @@ class EncodedPairs(NamedTuple):
     tokens: TokenPairs
     unknown_examples: tuple[str, str]
     """The first characters of source and target that are not in the vocabulary; "" = none."""
-    unlinked: Sequence[str] = ()
-    """The places of pairs that should have links, and have none."""
+    notes: Mapping[str, Dropped] = MappingProxyType({})
+    """What is said of pairs that lack values of a field."""
 
 
 def encode_pairs(
     pairs: Sequence[SentencePair],
     tokenizers: Tokenizers,
     has_inputs: bool,
-    is_aligned: bool = False,
-    keeps_texts: bool = False,
+    fields: Sequence[str] = (),
 ) -> EncodedPairs:
     """Encodes pairs; an empty line becomes a single end token.
 
@@ -214,24 +219,21 @@ def encode_pairs(
       pairs: with sources that are "" for a language model.
       tokenizers: the vocabularies.
       has_inputs: False for a language model.
-      is_aligned: whether the pairs have links.
-      keeps_texts: whether the text of the sources is kept, for other segmentations.
+      fields: the names of what the pairs have beside their texts, see `pair_fields`.
     """
     sources, example = None, ""
     if has_inputs:
         source = tokenizers.source
-        texts = [text for text, _ in pairs]
-        sources, example = _encode_side(texts, source, source.with_source_end)
+        sources, example = _encode_side([text for text, _ in pairs], source, source.with_source_end)
     target = tokenizers.target
     targets, target_example = _encode_side(
         [text for _, text in pairs], target, lambda tokens: [*tokens, target.eos_id]
     )
-    links, unlinked = None, list[str]()
-    if is_aligned:
-        links, unlinked = encode_links(cast(Sequence[AlignedPair], pairs), tokenizers)
-    kept = Sentences.from_texts(texts) if has_inputs and keeps_texts else None
+    encoded = {name: field_of(name).encode(pairs, tokenizers) for name in fields}
     return EncodedPairs(
-        TokenPairs(sources, targets, links, kept), (example, target_example), unlinked
+        TokenPairs(sources, targets, {name: values for name, (values, _) in encoded.items()}),
+        (example, target_example),
+        merged(notes for _, notes in encoded.values()),
     )
 
 

@@ -26,6 +26,9 @@ CHUNK_PAIRS, CHUNKED_PAIRS = 1024, 2**20
 """Number of neighboring pairs that stay in one window, and the size of a corpus from which on they
 do: a large store is read in long runs. The pairs of smaller ones are shuffled individually."""
 
+TOO_LONG = "longer than a row"
+"""The reason of pairs that are dropped for their length."""
+
 _PERMUTATION, _WINDOW = 0, 4  # Keys of random number generators.
 _SMALL_PERMUTATION = 1024  # Size up to which the whole permutation is made.
 
@@ -131,8 +134,8 @@ class Mixture:
             (block, stream) for block in range(self.blocks(0)) for stream in range(self.streams)
         )
         draws: list[np.ndarray] = []
-        while sum(map(len, draws)) < count and (place := next(blocks, None)):
-            draws.append(self.draws(0, place[1], place[0]))
+        while sum(map(len, draws)) < count and (block := next(blocks, None)):
+            draws.append(self.draws(0, block[1], block[0]))
         return np.concatenate(draws)[:count]
 
     def streams_of_rows(self, rows: int, step: int) -> np.ndarray:
@@ -179,20 +182,20 @@ class Mixture:
         ]
         return np.concatenate([np.empty(0, np.int64), *rounds])
 
-    def _shuffled(self, corpus: int, number: int, places: np.ndarray) -> np.ndarray:
-        """Returns the pairs at consecutive places of a permutation of a corpus, int64 [places]."""
+    def _shuffled(self, corpus: int, number: int, positions: np.ndarray) -> np.ndarray:
+        """Returns the pairs at consecutive positions of a permutation, int64 [positions]."""
         size = self._sizes[corpus]
         random = generator(self._seed, _PERMUTATION, corpus, number)
-        if not len(places):
-            return places
+        if not len(positions):
+            return positions
         # Chunks begin elsewhere in each permutation. The pairs that fill none are the last.
         rotation = random.integers(size)
         length = CHUNK_PAIRS if size >= CHUNKED_PAIRS else 1
-        chunks = np.arange(places[0] // length, places[-1] // length + 1)
+        chunks = np.arange(positions[0] // length, positions[-1] // length + 1)
         is_whole = chunks < size // length
         chunks[is_whole] = permuted(chunks[is_whole], size // length, random)
-        starts = chunks[places // length - places[0] // length] * length
-        return (starts + places % length + rotation) % size
+        starts = chunks[positions // length - positions[0] // length] * length
+        return (starts + positions % length + rotation) % size
 
 
 def _part(values: np.ndarray, index: int, count: int) -> np.ndarray:
@@ -219,7 +222,7 @@ def select_pairs(corpus: EncodedCorpus, config: DataConfig) -> tuple[EncodedCorp
     count, first = len(corpus.targets), too_long[:1]
     (source_length,), (target_length,) = corpus.take(first).lengths
     example = (
-        f"{corpus.place(int(first[0]))} ({source_length:,} source and {target_length:,} target "
+        f"{corpus.location(int(first[0]))} ({source_length:,} source and {target_length:,} target "
         "tokens)"
     )
     problem = (
@@ -233,7 +236,7 @@ def select_pairs(corpus: EncodedCorpus, config: DataConfig) -> tuple[EncodedCorp
         return dataclasses.replace(corpus, report=report), too_long[:0]
     if len(too_long) == count:
         raise UserError(f"{problem}; raise it, or set data.long_sentences to truncate")
-    return corpus.without("longer than a row", example, too_long), too_long
+    return corpus.without(TOO_LONG, example, too_long), too_long
 
 
 def _row_lengths(config: DataConfig) -> str:

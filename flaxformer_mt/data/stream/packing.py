@@ -7,7 +7,7 @@ attention is restricted.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -104,10 +104,14 @@ class TokenPairs:
     sources: Sentences | None
     """None for a language model."""
     targets: Sentences
-    links: Sentences | None = None
-    """The links of the tokens, from `encode_links`; None without alignments."""
-    texts: Sentences | None = None
-    """The UTF-8 text of each source, for `data.subword_sampling`; otherwise None."""
+    fields: Mapping[str, Sentences] = dataclasses.field(default_factory=dict)
+    """What each pair has beside them, by name, see `pair_fields`."""
+
+    @property
+    def arrays(self) -> dict[str, Sentences]:
+        """The ragged arrays by name: "sources" (unless None), "targets" and those of the fields."""
+        sides = {"targets": self.targets, **self.fields}
+        return sides if self.sources is None else {"sources": self.sources, **sides}
 
     @property
     def lengths(self) -> tuple[np.ndarray, np.ndarray]:
@@ -145,12 +149,12 @@ class TokenPairs:
 
 def _each(function: Callable[..., Sentences], *parts: TokenPairs) -> TokenPairs:
     """Applies a function to the sources of all parts, their targets, and so on."""
-    results: dict[str, Any] = {}
-    for field in dataclasses.fields(TokenPairs):
-        sides = [getattr(part, field.name) for part in parts]
-        is_present = all(side is not None for side in sides)
-        results[field.name] = function(*sides) if is_present else None
-    return TokenPairs(**results)
+    sources = [part.sources for part in parts if part.sources is not None]
+    return TokenPairs(
+        function(*sources) if sources else None,
+        function(*(part.targets for part in parts)),
+        {name: function(*(part.fields[name] for part in parts)) for name in parts[0].fields},
+    )
 
 
 def _fill_rows(

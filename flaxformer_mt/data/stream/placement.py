@@ -1,6 +1,7 @@
 """Placement of batches on the devices of a mesh."""
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -25,7 +26,7 @@ def row_sharding(mesh: Mesh) -> NamedSharding:
 @functools.cache
 def row_shards(mesh: Mesh) -> int:
     """Returns the number of shards of the rows of a batch."""
-    return row_sharding(mesh).num_devices // mesh.shape.get("tensor", 1)
+    return math.prod(mesh.shape.get(axis, 1) for axis in ROW_AXES)
 
 
 @functools.cache

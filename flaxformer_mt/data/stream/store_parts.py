@@ -24,8 +24,8 @@ from flaxformer_mt.data.corpora.rows import Dropped, Row, added_up
 from flaxformer_mt.data.corpora.shared_text import HeldOutText, Shared
 from flaxformer_mt.data.corpora.text_files import counted
 from flaxformer_mt.data.stream.encoded_corpus import EncodedPairs, encode_pairs
-from flaxformer_mt.data.stream.links import UNLINKED
 from flaxformer_mt.data.stream.packing import Sentences, TokenPairs
+from flaxformer_mt.data.stream.pair_fields import fields_of
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.input_files import Count, read_json
@@ -49,7 +49,7 @@ class Part:
     """The index of the first pair of each file, and its name; "" if there is no file."""
     dropped: Mapping[str, Dropped]
     notes: Mapping[str, Dropped]
-    """The pairs with HTML entities, and those without links."""
+    """The pairs with HTML entities, and those that lack values of a field."""
     malformed: Mapping[str, Dropped]
     shared: Shared
 
@@ -193,9 +193,8 @@ class Parts:
         )
         arrays = {"numbers": part.numbers}
         order = np.argsort(hashes, kind="stable").astype(np.int32)
-        for name, sentences in vars(part.pairs.tokens).items():
-            if sentences is not None:
-                arrays |= {f"{name}.tokens": sentences.tokens, f"{name}.offsets": sentences.offsets}
+        for name, sentences in part.pairs.tokens.arrays.items():
+            arrays |= {f"{name}.tokens": sentences.tokens, f"{name}.offsets": sentences.offsets}
         with atomic.new_folder(self._path(number), replace=True) as folder:
             np.savez(folder / _ARRAYS, allow_pickle=False, **arrays)
             np.save(folder / _HASHES, hashes[order])
@@ -208,12 +207,13 @@ class Parts:
         assert values is not None
         with np.load(self._path(number) / _ARRAYS) as file:
             arrays = dict(file)
-        sides = {
-            field.name: Sentences(arrays[f"{field.name}.tokens"], arrays[f"{field.name}.offsets"])
-            for field in dataclasses.fields(TokenPairs)
-            if f"{field.name}.tokens" in arrays
+        named = {
+            name: Sentences(values, arrays[f"{name}.offsets"])
+            for key, values in arrays.items()
+            for name, _, kind in [key.rpartition(".")]
+            if kind == "tokens"
         }
-        tokens = TokenPairs(sides.pop("sources", None), sides.pop("targets"), **sides)
+        tokens = TokenPairs(named.pop("sources", None), named.pop("targets"), named)
         return Part(
             EncodedPairs(tokens, values.unknown_examples),
             arrays["numbers"],
@@ -279,7 +279,7 @@ def _made(
         pair_hash(pair_filter.without_tag(source), target)
         for source, target in (kept if data.drop_duplicates else [])
     ]
-    pairs = encode_pairs(kept, tokenizers, has_inputs, corpus.is_aligned, data.subword_sampling > 0)
+    pairs = encode_pairs(kept, tokenizers, has_inputs, fields_of(corpus, config))
     part = Part(
         pairs,
         np.array(numbers, np.int64),
@@ -287,7 +287,7 @@ def _made(
         pair_filter.dropped,
         {
             **pairs_with_entities(chunk.pairs, chunk.numbers),
-            **Dropped.at(UNLINKED, pairs.unlinked),
+            **pairs.notes,
         },
         chunk.malformed,
         held_out.find(corpus.untagged(kept), numbers),

@@ -5,9 +5,8 @@ which lists them:
 
     source.tokens, source.offsets   the concatenated sources, and their offsets
     target.tokens, target.offsets   the same of the targets
-    text.bytes, text.offsets        the text of the sources (with data.subword_sampling)
-    links.pairs, links.offsets      the links of the tokens (with data.alignments)
-    place.numbers                   the line of each pair, in the files that `store.json` lists
+    NAME.values, NAME.offsets       what pairs have beside their texts (see `pair_fields`)
+    line.numbers                    the line of each pair, in the files that `store.json` lists
     seen.hashes                     hashes of all pairs so far (with data.drop_duplicates)
     manifest.json                   SHA-256 of all others, verified whenever a store is opened
 
@@ -22,6 +21,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -36,17 +36,17 @@ from flaxformer_mt.data.corpora import shared_text
 from flaxformer_mt.data.corpora.corpus import Corpus
 from flaxformer_mt.data.corpora.entities import warn_of_entities
 from flaxformer_mt.data.corpora.filters import example_of, options_in_use
-from flaxformer_mt.data.corpora.rows import Dropped, added_up, merged, place
+from flaxformer_mt.data.corpora.rows import Dropped, added_up, location, merged
 from flaxformer_mt.data.corpora.shared_text import NO_TEXT, HeldOutText, Shared
 from flaxformer_mt.data.stream.encoded_corpus import (
     CorpusReport,
     EncodedCorpus,
-    Places,
+    Locations,
     SideReport,
     check_special_ids,
 )
-from flaxformer_mt.data.stream.links import check_links
 from flaxformer_mt.data.stream.packing import Sentences
+from flaxformer_mt.data.stream.pair_fields import check_fields, field_of
 from flaxformer_mt.data.stream.store_parts import Part, Parts, first_occurrences
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
@@ -55,20 +55,14 @@ from flaxformer_mt.runs import atomic
 from flaxformer_mt.runs.layout import MANIFEST
 from flaxformer_mt.runs.manifest import damage, write_manifest
 
-_LAYOUT = 2  # Version of the layout; stores of other versions are rebuilt.
+_LAYOUT = 3  # Version of the layout; stores of other versions are rebuilt.
 _PARTS = "parts-"
-_ARRAYS: Mapping[str, str] = {
-    "sources": "source.tokens",
-    "targets": "target.tokens",
-    "links": "links.pairs",
-    "texts": "text.bytes",
-}
-"""The file of each array of `TokenPairs`; its offsets are beside it."""
-_FILES = {
-    *_ARRAYS.values(),
-    *(f"{Path(name).stem}.offsets" for name in _ARRAYS.values()),
-    *("place.numbers", "seen.hashes", "store.json", MANIFEST),
-}
+_SIDES: Mapping[str, str] = {"sources": "source.tokens", "targets": "target.tokens"}
+_VALUES = ".values"
+_FILES = re.compile(
+    r"(source|target)\.(tokens|offsets)|(text|links|column\.\w+)\.(values|offsets)|"
+    rf"line\.numbers|seen\.hashes|store\.json|{re.escape(MANIFEST)}"
+)
 
 _Origin: TypeAlias = dict[str, Any]
 """The key of a store, as JSON: {"text": ..., "tokenizer": ..., "options": {name: value}}."""
@@ -103,7 +97,7 @@ def open_stores(
         be written, or has something else in place of a store.
     """
     check_special_ids(tokenizers, config.model)
-    _check_alignments(corpora, config)
+    check_fields(corpora, config)
     stores = [
         _Store(cache_folder, corpora[: number + 1], tokenizers, config, held_out)
         for number in range(len(corpora))
@@ -133,7 +127,7 @@ def make_parts(
     Processes can do so at the same time; `open_stores` makes what they have not, and joins all.
     """
     check_special_ids(tokenizers, config.model)
-    _check_alignments(corpora, config)
+    check_fields(corpora, config)
     for number in range(len(corpora)):
         store = _Store(cache_folder, corpora[: number + 1], tokenizers, config, held_out)
         origin = store.origin()
@@ -145,20 +139,6 @@ def make_parts(
 def has_parts(cache_folder: Path) -> bool:
     """Whether there are parts of stores that are not joined yet."""
     return any(cache_folder.glob(f"{_PARTS}*/*"))
-
-
-def _check_alignments(corpora: Sequence[Corpus], config: ExperimentConfig) -> None:
-    aligned = [corpus.is_aligned for corpus in corpora]
-    if any(aligned):
-        if not all(aligned):
-            raise UserError("either all corpora that are mixed have alignments, or none")
-        if config.data.subword_sampling:
-            raise UserError(
-                f"data.subword_sampling={config.data.subword_sampling} cannot be used with "
-                "alignments, which link the tokens of one segmentation: set it to 0"
-            )
-        if not config.model.has_inputs:
-            raise UserError("a language model has no sources to align: leave the alignments out")
 
 
 @contextlib.contextmanager
@@ -175,7 +155,7 @@ def _locked(cache_folder: Path) -> Iterator[None]:
 
 def _is_store(folder: Path) -> bool:
     """Returns whether a folder, or its target if it is a link, holds files of a store only."""
-    return folder.is_dir() and {path.name for path in folder.iterdir()} <= _FILES
+    return folder.is_dir() and all(_FILES.fullmatch(path.name) for path in folder.iterdir())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +165,7 @@ class _Description:
     origin: dict[str, Any]
     files: list[str]
     report: CorpusReport
-    places: list[tuple[int, str]]
+    locations: list[tuple[int, str]]
     shared: dict[str, list[tuple[int, tuple[int, str]]]]
 
 
@@ -213,8 +193,8 @@ class _Store:
         return self.corpora if self.config.data.drop_duplicates else self.corpora[-1:]
 
     def dtype(self, side: str) -> npt.DTypeLike:
-        if side in ("links", "texts"):
-            return np.int32 if side == "links" else np.uint8
+        if side not in _SIDES:
+            return field_of(side).dtype
         tokenizer = self.tokenizers.source if side == "sources" else self.tokenizers.target
         return np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32
 
@@ -224,20 +204,27 @@ class _Store:
         if not self.is_usable(origin, verify):
             self._build(origin)
         description = self._description()
-        sides: dict[str, Any] = {"sources": None}
-        for side, name in _ARRAYS.items():
-            if name in description.files:
-                path = self.folder / name
-                offsets = _map(path.with_suffix(".offsets"), np.int64)
-                sides[side] = Sentences(_map(path, self.dtype(side)), offsets)
+        names = [name.removesuffix(_VALUES) for name in description.files if _VALUES in name]
+        if _SIDES["sources"] in description.files:
+            names.append("sources")
+        mapped = {name: self._mapped(name) for name in names}
         return EncodedCorpus(
-            **sides,
+            mapped.pop("sources", None),
+            self._mapped("targets"),
+            mapped,
             name=self.corpus.name,
             report=description.report,
             weight=self.corpus.weight,
-            places=Places(_map(self.folder / "place.numbers", np.int64), description.places),
+            locations=Locations(
+                _map(self.folder / "line.numbers", np.int64), description.locations
+            ),
             shared={text: dict(shared) for text, shared in description.shared.items()},
         )
+
+    def _mapped(self, side: str) -> Sentences:
+        path = self.folder / _file_of(side)
+        offsets = _map(path.with_suffix(".offsets"), np.int64)
+        return Sentences(_map(path, self.dtype(side)), offsets)
 
     def origin(self) -> _Origin:
         """Returns everything that the store depends on. Row lengths are not part."""
@@ -294,7 +281,7 @@ class _Store:
                     "origin": origin,
                     "files": sorted(path.name for path in partial.iterdir()),
                     "report": dataclasses.asdict(report),
-                    "places": files,
+                    "locations": files,
                     "shared": {self.held_out.fingerprint: [*shared.items()]},
                 }
                 (partial / "store.json").write_text(
@@ -309,7 +296,7 @@ class _Store:
     ) -> tuple[CorpusReport, list[tuple[int, str]], Shared]:
         """Writes the arrays; returns the report, the files of the pairs, and what they share.
 
-        See `Places` and `EncodedCorpus.shared`.
+        See `Locations` and `EncodedCorpus.shared`.
         """
         corpus, data = self.corpus, self.config.data
         dropped: dict[str, Dropped] = {}
@@ -330,20 +317,17 @@ class _Store:
                 if not files or files[-1][1] != path:
                     files.append((written + index, path))
             written += len(part.numbers)
-            _append(folder / "place.numbers", part.numbers)
+            _append(folder / "line.numbers", part.numbers)
             examples = [
                 before or new
                 for before, new in zip(examples, part.pairs.unknown_examples, strict=True)
             ]
-            for side, name in _ARRAYS.items():
-                sentences = getattr(part.pairs.tokens, side)
-                if sentences is None:
-                    continue
+            for side, sentences in part.pairs.tokens.arrays.items():
                 if side in lengths:
                     lengths[side].append(sentences.lengths)
                     unknown[side] += int(np.count_nonzero(sentences.tokens == self._unknown(side)))
                 values = sentences.tokens.astype(self.dtype(side))
-                _append_ragged(folder / name, values, sentences.offsets)
+                _append_ragged(folder / _file_of(side), values, sentences.offsets)
 
         warn_of_entities(corpus.name, notes)
         dropped = {**malformed, **dropped}
@@ -353,7 +337,8 @@ class _Store:
             filters = options_in_use(data)
             advice = f"; the filters are {filters}" if filters else ""
             raise UserError(f"{corpus.name}: all of {read:,} pairs were dropped: {reasons}{advice}")
-        check_links(corpus.name, written, notes)
+        for name in corpus.fields:
+            field_of(name).tell(corpus.name, written, notes)
         sources, targets = (
             SideReport.of_lengths(
                 np.concatenate(lengths[side]),
@@ -405,7 +390,7 @@ class _Store:
         source, target = texts
         if self.corpus.tag:
             source = source.removeprefix(f"{self.corpus.tag} ")
-        return example_of(place(part.path(index), int(part.numbers[index])), source, target)
+        return example_of(location(part.path(index), int(part.numbers[index])), source, target)
 
 
 def _changes(stored: _Origin, wanted: _Origin) -> str:
@@ -415,6 +400,11 @@ def _changes(stored: _Origin, wanted: _Origin) -> str:
     ]
     changes = parts + options
     return f"{', '.join(changes)} changed" if changes else ""
+
+
+def _file_of(side: str) -> str:
+    """Returns the file of an array of `TokenPairs`; its offsets are beside it."""
+    return _SIDES.get(side, side + _VALUES)
 
 
 def _append_ragged(path: Path, values: np.ndarray, offsets: np.ndarray) -> None:

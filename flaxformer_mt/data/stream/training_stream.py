@@ -36,7 +36,7 @@ from flaxformer_mt.data.stream.batches import (
     packed_shape,
 )
 from flaxformer_mt.data.stream.block_workers import BlockWorkers, default_workers
-from flaxformer_mt.data.stream.blocks import Block, BlockMaker
+from flaxformer_mt.data.stream.blocks import Block, BlockMaker, Curriculum
 from flaxformer_mt.data.stream.encoded_corpus import EncodedCorpus
 from flaxformer_mt.data.stream.mixture import generator, select_pairs
 from flaxformer_mt.data.stream.packing import TokenPairs, plan_rows
@@ -142,6 +142,7 @@ class TrainingStream:
       config: the experiment.
       sampler: the vocabulary of the sources, for `data.subword_sampling`.
       identity: a JSON object of all that the batches depend on, which positions carry.
+      curriculum: how often each pair is used in an epoch; by default once.
     """
 
     def __init__(
@@ -150,6 +151,7 @@ class TrainingStream:
         config: ExperimentConfig,
         sampler: Tokenizer | None = None,
         identity: str = "",
+        curriculum: Curriculum | None = None,
     ) -> None:
         self.start = DataPosition(stream=identity)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "blocks")
@@ -164,7 +166,7 @@ class TrainingStream:
         self.corpora = tuple(corpus for corpus, _ in selected)
         self.shapes = _shapes(self.corpora, config)
         dropped = [pairs for _, pairs in selected]
-        self._arguments = (corpora, dropped, self.shapes, config, sampler)
+        self._arguments = (corpora, dropped, self.shapes, config, sampler, curriculum)
         self._maker = BlockMaker(*self._arguments)
         self._mixture = self._maker.mixture
         self.pairs = self._mixture.size(0)
@@ -230,33 +232,33 @@ class TrainingStream:
         self, position: DataPosition, shard: Shard = WHOLE_BATCH
     ) -> tuple[Batch, DataPosition]:
         """Returns the part `shard` of the batch at a position, and the position after it."""
-        places = self._places(position)
+        positions = self._positions(position)
         shape = self.shapes[0]
         if len(self.shapes) > 1:
-            ((epoch, number, row),) = places
+            ((epoch, number, row),) = positions
             shape = self._block(epoch, 0, number).shapes[row]
         own = shard.part(shape.rows)
         streams = self._mixture.streams_of_rows(shape.rows, position.step)
         # All that the first batch needs is started before it waits for any.
         for stream in {*streams[own].tolist()}.difference(self._current):
-            epoch, number, _ = places[stream]
+            epoch, number, _ = positions[stream]
             self._future(epoch, stream, number)
         rows = []
         for row in np.flatnonzero(np.isin(streams, streams[own])).tolist():
             stream = int(streams[row])
-            epoch, number, first = places[stream]
+            epoch, number, first = positions[stream]
             block = self._block(epoch, stream, number)
             if own.start <= row < own.stop:
                 rows.append((block, first))
             if first + 1 < len(block.shapes):
-                places[stream] = epoch, number, first + 1
+                positions[stream] = epoch, number, first + 1
             else:
-                places[stream] = *self._after(epoch, number), 0
+                positions[stream] = *self._after(epoch, number), 0
         batch = self._make_batch(rows, shape)
-        if len(places) == 1:
-            after = DataPosition(*places[0])
+        if len(positions) == 1:
+            after = DataPosition(*positions[0])
         else:
-            after = DataPosition(max(places)[0], streams=tuple(places))
+            after = DataPosition(max(positions)[0], streams=tuple(positions))
         return batch, after._replace(step=position.step + 1, stream=position.stream)
 
     @property
@@ -282,17 +284,19 @@ class TrainingStream:
         streams = range(min(self._mixture.streams, _SAMPLE_BLOCKS))
         return [self._block(0, stream, 0) for stream in streams]
 
-    def _places(self, position: DataPosition) -> list[tuple[int, int, int]]:
+    def _positions(self, position: DataPosition) -> list[tuple[int, int, int]]:
         """Returns epoch, block and row of each stream."""
         streams = self._mixture.streams
-        places = [*position.streams] or [(position.epoch, position.block, position.row)] * streams
+        positions = [*position.streams] or [
+            (position.epoch, position.block, position.row)
+        ] * streams
         is_whole = position.streams or streams == 1
-        if len(places) != streams or not (is_whole or position.block == position.row == 0):
+        if len(positions) != streams or not (is_whole or position.block == position.row == 0):
             raise UserError(
                 "the position is one in other data: give those that it was saved with, or begin "
                 f"with DataPosition(epoch={position.epoch + 1})"
             )
-        return places
+        return positions
 
     def _make_batch(self, rows: Sequence[tuple[Block, int]], shape: BatchShape) -> Batch:
         """Packs rows, given by their blocks and their numbers there."""
@@ -302,8 +306,8 @@ class TrainingStream:
 
     def _block(self, epoch: int, stream: int, number: int) -> Block:
         """Returns a block, and starts making the next ones."""
-        place, block = self._current.get(stream, (None, None))
-        if block is None or place != (epoch, number):
+        made, block = self._current.get(stream, (None, None))
+        if block is None or made != (epoch, number):
             future = self._future(epoch, stream, number)
             after = epoch, number
             for _ in range(self._ahead):

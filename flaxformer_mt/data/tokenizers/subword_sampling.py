@@ -167,8 +167,8 @@ def _number_words(
                     slots[slot] = count
                     first, count = bounds[count], count + 1
                     bounds[count] = first + position - start
-                    for place in range(start, position):
-                        spelled[first + place - start] = text[place]
+                    for character in range(start, position):
+                        spelled[first + character - start] = text[character]
                 numbers[found] = slots[slot]
                 counts[index] += 1
                 found += 1
@@ -350,7 +350,7 @@ def _split_words(
     Written for lists and arrays alike: as it is, and compiled by numba.
 
     Args:
-      tokens: of all words, in a row; those of the segmentations take their places.
+      tokens: of all words, in a row; those of the segmentations replace them.
       lengths: the number of tokens of each word; is changed.
       is_split: whether the tokens of a word are characters.
       first_dropped: the first merge of each word that is dropped.
@@ -366,8 +366,8 @@ def _split_words(
       How many chances were used, or -1 if more are needed.
     """
 
-    def propose(left: int, right: int, place: int, ranks: Any, merged: Any) -> None:
-        """Notes the merge of two pieces at a place of a word, if there is one."""
+    def propose(left: int, right: int, index: int, ranks: Any, merged: Any) -> None:
+        """Notes the merge of two pieces at an index of a word, if there is one."""
         low, high = firsts[left], firsts[left + 1]
         while low < high:
             middle = (low + high) // 2
@@ -376,25 +376,25 @@ def _split_words(
             else:
                 high = middle
         is_found = low < firsts[left + 1] and rights[low] == right
-        ranks[place] = all_ranks[low] if is_found else _NONE
-        merged[place] = all_merged[low] if is_found else 0
+        ranks[index] = all_ranks[low] if is_found else _NONE
+        merged[index] = all_merged[low] if is_found else 0
 
     used, start, end = 0, 0, 0
     for word in range(len(lengths)):
         count = lengths[word]
-        for place in range(count):
-            tokens[start + place] = tokens[end + place]
+        for index in range(count):
+            tokens[start + index] = tokens[end + index]
         end += count
         possible = 0
         if is_split[word]:
-            for place in range(count - 1):
-                propose(tokens[start + place], tokens[start + place + 1], place, ranks, merged)
+            for index in range(count - 1):
+                propose(tokens[start + index], tokens[start + index + 1], index, ranks, merged)
         while is_split[word] and count > 1:
             # Words are short: a search among all merges takes less time than a heap.
             best = 0
-            for place in range(1, count - 1):
-                if ranks[place] < ranks[best]:
-                    best = place
+            for index in range(1, count - 1):
+                if ranks[index] < ranks[best]:
+                    best = index
             if ranks[best] == _NONE:
                 break
             possible += 1
@@ -409,11 +409,11 @@ def _split_words(
                 continue
             count -= 1
             tokens[start + best] = merged[best]
-            for place in range(best + 1, count):
-                tokens[start + place] = tokens[start + place + 1]
-                ranks[place], merged[place] = ranks[place + 1], merged[place + 1]
-            for place in range(max(best - 1, 0), min(best + 1, count - 1)):
-                propose(tokens[start + place], tokens[start + place + 1], place, ranks, merged)
+            for index in range(best + 1, count):
+                tokens[start + index] = tokens[start + index + 1]
+                ranks[index], merged[index] = ranks[index + 1], merged[index + 1]
+            for index in range(max(best - 1, 0), min(best + 1, count - 1)):
+                propose(tokens[start + index], tokens[start + index + 1], index, ranks, merged)
         lengths[word] = count
         start += count
     return used

@@ -153,6 +153,7 @@ class Tokenizers:
     def _of_path(cls, path: str) -> "Tokenizers":
         """Loads a run folder, a folder for `load`, or one or two SentencePiece models."""
         path = local_list(path)
+        data_file.check_vocabulary(path)
         given = Path(path)
         if given.is_dir():
             folder = given / "tokenizer" if (given / "tokenizer").is_dir() else given

@@ -24,7 +24,7 @@ from flaxformer_mt.config import DecodeConfig, TransformerConfig
 from flaxformer_mt.decoding.batching import search_programs as programs
 from flaxformer_mt.decoding.batching import workers
 from flaxformer_mt.decoding.batching.length_buckets import longest_position, padded, row_length
-from flaxformer_mt.decoding.parameters import rounded_matrices
+from flaxformer_mt.decoding.parameters import DecodingMesh, on_devices
 from flaxformer_mt.decoding.search.options import SearchOptions
 from flaxformer_mt.decoding.search.state import SearchResult, SearchState, SentenceConstraints
 
@@ -82,18 +82,20 @@ class ContinuousBatcher:
         Raises:
           UserError: there are fewer devices than `decode.num_devices`.
         """
+        models = on_devices(models, decode)
         self._configs = tuple(config for config, _ in models)
-        params = tuple(rounded_matrices(*model) for model in models)
-        on_first = jax.device_put(params)
+        on_first = tuple(params for _, params in models)
         # Options are checked without parameters.
         leaves = jax.tree.leaves(on_first) or [jnp.zeros(())]
         (first, *_) = leaves[0].devices()
-        self._devices = workers.decoding_devices(decode, first)
+        self._mesh = DecodingMesh.of(models)
+        self._row_shards = self._mesh.row_shards if self._mesh else 1
+        self._devices = workers.decoding_devices(decode, first) if not self._mesh else [first]
         self._params = {
             device: on_first if device == first else jax.device_put(on_first, device)
             for device in self._devices
         }
-        self._batch_tokens = workers.batch_tokens(decode, first.platform)
+        self._batch_tokens = workers.batch_tokens(decode, first.platform) * self._row_shards
         self._model = self._configs[0]
         self._decode = decode
         self._options = SearchOptions.from_config(decode, self._model, bad_phrases, scores)
@@ -117,26 +119,34 @@ class ContinuousBatcher:
         )
         devices = self._devices
         num_workers = min(workers.max_workers(devices[0].platform) * len(devices), num_batches)
-        for group in groups:
-            self._state_shape(group)  # Now, so that workers do not all trace it at once.
+        if self._mesh:  # Programs of two threads might wait for each other on different devices.
+            num_workers = min(1, num_batches)
+        with self._on_mesh():
+            for group in groups:
+                self._state_shape(group)  # Now, so that workers do not all trace it at once.
 
         def work(put: Callable[[tuple[int, TokenHypotheses]], None], number: int) -> None:
             device = devices[number % len(devices)]
-            for group in groups:
-                if not group.waiting:
-                    continue
-                batch = _Batch(self, device, group, -(-len(group.requests) // num_workers))
-                while batch.is_busy or group.waiting:
-                    batch.admit()
-                    for item in batch.run():
-                        put(item)
+            with self._on_mesh():
+                for group in groups:
+                    if not group.waiting:
+                        continue
+                    batch = _Batch(self, device, group, -(-len(group.requests) // num_workers))
+                    while batch.is_busy or group.waiting:
+                        batch.admit()
+                        for item in batch.run():
+                            put(item)
 
         yield from workers.gather(work, num_workers)
+
+    def _on_mesh(self) -> contextlib.AbstractContextManager[None]:
+        return self._mesh.used() if self._mesh else contextlib.nullcontext()
 
     def _batch_sizes(self, length: int) -> list[int]:
         """Returns the possible values of B, descending."""
         tokens = self._batch_tokens * REFERENCE_BEAM_SIZE
-        sizes = [max(1, tokens // (length * self._options.beam_size))]
+        rows = max(1, tokens // (length * self._options.beam_size))
+        sizes = [-(-rows // self._row_shards) * self._row_shards]
         # The sentences that remain at the end of a file mostly fit into half a batch, and few need
         # less: a program for each power of two would gain nothing more.
         smaller = sizes[0] // 2
@@ -246,7 +256,8 @@ class _Batch:
         """Number of the request that each row is searched for."""
         self._longest = 0
         """Number of tokens of the longest unfinished hypothesis."""
-        self._state = programs.empty_search(batcher._state_shape(group), first, device)
+        place = batcher._mesh.mesh if batcher._mesh else device
+        self._state = programs.empty_search(batcher._state_shape(group), first, place)
 
     @property
     def is_busy(self) -> bool:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.decoding.search.options import SearchOptions
@@ -27,7 +28,9 @@ from flaxformer_mt.decoding.search.state import (
     StepOutput,
     StepState,
 )
-from flaxformer_mt.model.cache import insert_rows, reorder_cache, resize_cache
+from flaxformer_mt.model.attention import KeyValue
+from flaxformer_mt.model.cache import KeyValueCache, insert_rows, reorder_cache, resize_cache
+from flaxformer_mt.model.logical_axes import dividing_axes, mesh_of_rules
 from flaxformer_mt.model.numerics import at_least_float32
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.runtime import decoding_options
@@ -59,16 +62,51 @@ def begin_search(
 shapes_of_search = jax.jit(begin_search, static_argnames=("configs", "max_length"))
 
 
-def empty_search(single_row: SearchState, num_rows: int, device: Any) -> SearchState:
-    """Returns a search of rows without sentences, with shapes and dtypes as in `single_row`."""
+def _specs(state: SearchState) -> Any:
+    """Returns how the mesh in use shards rows and heads of attention; all else is replicated."""
+
+    def specs(node: Any) -> Any:
+        has_heads = isinstance(node, KeyValue | KeyValueCache)
+
+        def spec(leaf: Any) -> PartitionSpec:
+            rows = dividing_axes("batch", len(leaf)) or None
+            if not has_heads:
+                return PartitionSpec(rows)
+            return PartitionSpec(rows, dividing_axes("attention_heads", leaf.shape[1]) or None)
+
+        return jax.tree.map(spec, node)
+
+    is_leaf = lambda node: isinstance(node, KeyValue | KeyValueCache)  # noqa: E731
+    return jax.tree.map(specs, state, is_leaf=is_leaf)
+
+
+def _sharded(state: SearchState) -> SearchState:
+    """Shards a search over the mesh in use, if there is one, always alike: one program for all."""
+    if mesh_of_rules() is None:
+        return state
+    return jax.tree.map(lax.with_sharding_constraint, state, _specs(state))
+
+
+def _replicated(tree: Any) -> Any:
+    """Gives every device of the mesh in use, if there is one, whole arrays."""
+    return tree if mesh_of_rules() is None else lax.with_sharding_constraint(tree, PartitionSpec())
+
+
+def empty_search(single_row: SearchState, num_rows: int, place: Any) -> SearchState:
+    """Returns a search of rows without sentences, with shapes and dtypes as in `single_row`.
+
+    `place` is a device, or the mesh in use.
+    """
 
     def zeros(leaf: Any) -> np.ndarray:
         return np.zeros((num_rows, *leaf.shape[1:]), leaf.dtype)
 
     state: Any = jax.tree.map(zeros, single_row)
     state.hypotheses.log_probabilities[:] = IMPOSSIBLE
+    if isinstance(place, Mesh):
+        place = jax.tree.map(lambda spec: NamedSharding(place, spec), _specs(state))
     # NumPy needs no compilation. Aliased memory could not be donated later.
-    return jax.device_put(state, device, may_alias=False)
+    return jax.device_put(state, place, may_alias=False)
 
 
 _compiled = functools.partial(
@@ -101,7 +139,7 @@ def admit_rows(
         search_state._replace(state=()),
         new._replace(state=()),
     )
-    return others._replace(state=caches)
+    return _sharded(others._replace(state=caches))
 
 
 @functools.partial(_compiled, static_argnames=("configs", "ensemble"))
@@ -135,12 +173,8 @@ def run_search(
     search_state = lax.while_loop(
         proceed, functools.partial(advance, step, reorder, options), search_state
     )
-    return (
-        search_state,
-        active(search_state),
-        search_state.positions,
-        results(search_state, options),
-    )
+    found = active(search_state), search_state.positions, results(search_state, options)
+    return _sharded(search_state), *_replicated(found)
 
 
 def step_function(config: TransformerConfig, params: Any, options: SearchOptions) -> StepFunction:
@@ -220,7 +254,7 @@ def _stack(arrays: Sequence[Array]) -> Array:
 @jax.jit
 def select_rows(search_state: SearchState, rows: Array) -> SearchState:
     """Returns the search of some rows, int32 [R]."""
-    return jax.tree.map(lambda leaf: leaf[rows], search_state)
+    return _sharded(jax.tree.map(lambda leaf: leaf[rows], search_state))
 
 
 @functools.partial(jax.jit, static_argnames="max_length")
@@ -232,8 +266,10 @@ def resize_search(search_state: SearchState, *, max_length: int) -> SearchState:
         return jnp.pad(tokens, ((0, 0), (0, 0), (0, missing)))[..., :max_length]
 
     hypotheses, finished = search_state.hypotheses, search_state.finished
-    return search_state._replace(
-        hypotheses=hypotheses._replace(tokens=resize(hypotheses.tokens)),
-        finished=finished._replace(tokens=resize(finished.tokens)),
-        state=tuple(resize_cache(cache, max_length) for cache in search_state.state),
+    return _sharded(
+        search_state._replace(
+            hypotheses=hypotheses._replace(tokens=resize(hypotheses.tokens)),
+            finished=finished._replace(tokens=resize(finished.tokens)),
+            state=tuple(resize_cache(cache, max_length) for cache in search_state.state),
+        )
     )

@@ -10,7 +10,7 @@ import numpy as np
 
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers
-from flaxformer_mt.decoding.parameters import prepared_model
+from flaxformer_mt.decoding.parameters import prepared_models
 from flaxformer_mt.decoding.scoring.alignment import (
     AlignmentUnit,
     Links,
@@ -133,8 +133,9 @@ class Scorer:
         decode: DecodeConfig | None = None,
     ) -> None:
         """Creates a scorer; arguments and errors are those of `Translator`."""
-        self.model, self.params = prepared_model(config, params, tokenizers, rounded=False)
         self.decode = decode or DecodeConfig()
+        models = prepared_models([(config, params)], tokenizers, self.decode, rounded=False)
+        ((self.model, self.params),) = models
         self.tokenizers = tokenizers
         self._first = certain_first_token(tokenizers.target, self.decode)
 

@@ -123,17 +123,17 @@ def check_sharing(family: Family, config: TransformerConfig, tensors: Mapping[st
     object.
     """
     weight_map = WeightMap.of_tensors(family, config, tensors)
-    places = {
+    tied = {
         name: (theirs if rule.tied else (name,))
         for rule, _, _, theirs in weight_map.applications()
         for name in theirs
     }
     first: dict[int, str] = {}
     for name, tensor in tensors.items():
-        if name not in places or not tensor.requires_grad:
+        if name not in tied or not tensor.requires_grad:
             continue
         other = first.setdefault(id(tensor), name)
-        if other not in places[name]:
+        if other not in tied[name]:
             raise UserError(
                 f"the module's tensors {other} and {name} are one tensor (shared), but "
                 f"{family.name} has one for each: give each its own"

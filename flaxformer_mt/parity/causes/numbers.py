@@ -110,7 +110,7 @@ def _other_roots(segment: Segment, root: _Root, means: Numbers) -> Found:
                 cause, words = "root-mean-square norm", f"{words}, and does not subtract the mean"
             else:
                 cause = "norm epsilon" if divisor == root.divisor else "biased variance"
-            words = f"{words}; ours has {ours}{segment.place({root.number})}"
+            words = f"{words}; ours has {ours}{segment.location({root.number})}"
             yield segment.diagnosis(cause, words, value(epsilon))
 
 
@@ -184,7 +184,7 @@ def another_constant(segment: Segment) -> Found:
             if _is_logarithm(solved / ours if ours else 0.0):
                 cause = "logarithm base"
             words = f"the {words} is {beside(solved, ours)} in the reference, {ours:.6g} in ours"
-            yield segment.diagnosis(cause, words + segment.place(together), value(solved))
+            yield segment.diagnosis(cause, words + segment.location(together), value(solved))
 
 
 def _is_logarithm(factor: float) -> bool:
@@ -282,7 +282,7 @@ def another_scale(segment: Segment) -> Found:
                     cause = "residual scale" if is_term else f"{operand} scale"
                 label = segment.label(number)
                 words = f"the reference multiplies {label} by {solved:.6g}, ours does not"
-                yield segment.diagnosis(cause, words + segment.place({number}), value(solved))
+                yield segment.diagnosis(cause, words + segment.location({number}), value(solved))
 
 
 def operand_name(segment: Segment, equation: Equation, number: int) -> str:

@@ -14,7 +14,7 @@ import jax
 from jax.extend import core
 
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.parity.trace.taps import path_name
+from flaxformer_mt.parity.trace.taps import leaf_name
 
 _INLINED = {
     "jit": "jaxpr",
@@ -148,11 +148,11 @@ def trace(
     leaves = jax.tree_util.tree_leaves_with_path(params)
     inputs = [builder.new(var.aval) for var in closed.jaxpr.invars]
     builder.parameters = {
-        number: path_name(path) for number, (path, _) in zip(inputs, leaves, strict=False)
+        number: leaf_name(path) for number, (path, _) in zip(inputs, leaves, strict=False)
     }
     outputs = builder.inline(closed.jaxpr, closed.consts, inputs, "")
     results = jax.tree_util.tree_leaves_with_path(shape)
-    named = [(path_name(path), n) for (path, _), n in zip(results, outputs, strict=True)]
+    named = [(leaf_name(path), n) for (path, _), n in zip(results, outputs, strict=True)]
     if intermediates:
         if not isinstance(shape, tuple) or len(shape) != 2:
             raise UserError("the function must return (outputs, intermediates)")

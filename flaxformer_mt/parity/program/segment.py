@@ -96,9 +96,9 @@ class Segment:
 
     def cause(self, name: str, explanation: str, changes: Mapping[int, np.ndarray]) -> Diagnosis:
         """Returns the cause that some values are others of the same shape."""
-        return self.diagnosis(name, explanation + self.place(changes), self.changed(changes))
+        return self.diagnosis(name, explanation + self.location(changes), self.changed(changes))
 
-    def place(self, changed: Collection[int]) -> str:
+    def location(self, changed: Collection[int]) -> str:
         """Names the first site without a tap that changes with some values, if there is one."""
         if not self.passed_over:
             return ""

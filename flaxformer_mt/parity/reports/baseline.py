@@ -9,20 +9,28 @@ import math
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, TypeAlias
+
+import msgspec
 
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.input_files import read_text
+from flaxformer_mt.input_files import checked, read_text
 from flaxformer_mt.parity.reports.comparison import Row
 from flaxformer_mt.parity.reports.report import Report
 
+_Text: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
 
-class AcceptedDifference(NamedTuple):
+
+class AcceptedDifference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A known difference that does not fail a comparison."""
 
-    site: str
+    site: _Text
     largest: float
-    reason: str
+    reason: _Text
+
+
+class _Baseline(msgspec.Struct, forbid_unknown_fields=True):
+    accepted: tuple[AcceptedDifference, ...]
 
 
 def read_baseline(path: str | os.PathLike[str]) -> tuple[AcceptedDifference, ...]:
@@ -31,24 +39,8 @@ def read_baseline(path: str | os.PathLike[str]) -> tuple[AcceptedDifference, ...
         content = tomllib.loads(read_text(path))
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise UserError(f"{path} is not TOML: {error}") from error
-    entries = content.get("accepted")
-    if content.keys() != {"accepted"} or not isinstance(entries, list):
-        raise UserError(f"{path} must consist of tables [[accepted]] with site, largest, reason")
-    return tuple(_entry(path, number, entry) for number, entry in enumerate(entries, 1))
-
-
-def _entry(path: str | os.PathLike[str], number: int, entry: Any) -> AcceptedDifference:
-    kinds: dict[str, Any] = {"site": str, "largest": int | float, "reason": str}
-    given = entry if isinstance(entry, dict) else {}
-    for name in sorted(given.keys() ^ kinds.keys()):
-        state = "unknown" if name in given else "missing"
-        raise UserError(f"{path}: {name} of accepted difference {number} is {state}")
-    for name, kind in kinds.items():
-        value = given[name]
-        if not isinstance(value, kind) or isinstance(value, bool) or value == "":
-            what = "a number" if name == "largest" else "a text"
-            raise UserError(f"{path}: {name} of accepted difference {number} must be {what}")
-    return AcceptedDifference(**given)
+    found: _Baseline = checked(content, f"{path} is", _Baseline)
+    return found.accepted
 
 
 def judged(

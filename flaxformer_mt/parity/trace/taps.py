@@ -41,12 +41,12 @@ def tap(name: str, value: Any) -> Any:
     full = "/".join((*_SCOPE.get(), name))
 
     def named(path: Any, leaf: Any) -> Any:
-        return checkpoint_name(leaf, "/".join(filter(None, (full, path_name(path)))))
+        return checkpoint_name(leaf, "/".join(filter(None, (full, leaf_name(path)))))
 
     return jax.tree_util.tree_map_with_path(named, value)
 
 
-def path_name(path: Any) -> str:
+def leaf_name(path: Any) -> str:
     """Returns the path of a leaf in a tree with slashes, such as "encoder/layers/0/kernel"."""
     name = jax.tree_util.keystr(path, simple=True, separator="/")
     return name.removesuffix("/value")  # The variables of NNX.
@@ -77,7 +77,7 @@ def equinox_taps(model: Any, path: str = "") -> Any:
         return value is not model and dataclasses.is_dataclass(value)
 
     def tapped(inner: Any, part: Any) -> Any:
-        name = "/".join(filter(None, (path, path_name(inner))))
+        name = "/".join(filter(None, (path, leaf_name(inner))))
         return equinox_taps(part, name) if is_part(part) else part
 
     clone = jax.tree_util.tree_map_with_path(tapped, model, is_leaf=is_part)

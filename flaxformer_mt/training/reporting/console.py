@@ -35,6 +35,7 @@ class Sample(NamedTuple):
     """None for a sentence that the user named."""
 
     def rows(self) -> list[tuple[str, str]]:
+        """Returns the label and the text of each field that there is."""
         return [(label, text) for label, text in self._asdict().items() if text is not None]
 
 

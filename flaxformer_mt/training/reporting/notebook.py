@@ -74,11 +74,11 @@ def _curves(losses: Mapping[str, Sequence[tuple[int, float]]]) -> str:
     lowest, span = min(values), max(values) - min(values) or 1.0
     lines = []
     for split, points in losses.items():
-        places = " ".join(
+        coordinates = " ".join(
             f"{_WIDTH * step / last:.1f},{_HEIGHT * (1 - (value - lowest) / span):.1f}"
             for step, value in points
         )
-        lines.append(f"<polyline points='{places}' fill='none' stroke='{_COLORS[split]}'/>")
+        lines.append(f"<polyline points='{coordinates}' fill='none' stroke='{_COLORS[split]}'/>")
     return (
         f"<svg viewBox='0 -4 {_WIDTH} {_HEIGHT + 8}' width='{_WIDTH}'>{''.join(lines)}</svg>"
         f"<br><small>loss, {lowest:.3f} to {max(values):.3f}</small>"

@@ -22,12 +22,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 from flax.traverse_util import flatten_dict
 
 from flaxformer_mt.config.train import TrackerName, TrainConfig
 from flaxformer_mt.errors import first_line
-from flaxformer_mt.memory_limits import device_memory
 from flaxformer_mt.runs import atomic
 from flaxformer_mt.runs.layout import METRICS, TENSORBOARD, TRACKERS
 from flaxformer_mt.training.reporting.console import Sample
@@ -45,7 +43,7 @@ class Tracker:
     def begin(self, folder: Path, config: Mapping[str, Any]) -> None:
         """Called first, with the run folder and the configuration as nested dicts.
 
-        The member "system" of `config` is `system_facts`.
+        The member "system" of `config` is `RunDevices.facts`.
         """
 
     def rewind(self, step: int) -> None:
@@ -233,17 +231,6 @@ def default_writers(
     """Returns the writer of `metrics.jsonl`, and the trackers of a configuration."""
     chosen = [BY_NAME[name]() for name in dict.fromkeys(config.trackers)]
     return [JsonLinesWriter(workdir / METRICS, announce), *chosen]
-
-
-def system_facts(devices: Sequence[Any]) -> dict[str, Any]:
-    """Describes the devices that train, of all processes and of one kind, and their memory."""
-    return {
-        "devices": len(devices),
-        "device_kind": devices[0].device_kind,
-        "device_memory_bytes": device_memory(devices),
-        "processes": jax.process_count(),
-        "jax": jax.__version__,
-    }
 
 
 def as_markdown(samples: Sequence[Sample]) -> str:

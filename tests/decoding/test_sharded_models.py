@@ -1,0 +1,73 @@
+"""Decoding with a model that one device could not hold."""
+
+import jax
+import numpy as np
+import pytest
+from talker import random_params, sentences
+
+import flaxformer_mt as fmt
+from flaxformer_mt import memory_limits
+from flaxformer_mt.config import DecodeConfig
+from flaxformer_mt.decoding.batching import search_programs as programs
+
+SENTENCES = sentences(6, longest=3)
+OPTIONS = {"max_length_factor": 1.0, "max_length_extra": 3}
+
+
+@pytest.fixture
+def wide(talker):
+    config, _, tokenizers, _ = talker.parts
+    config = fmt.TransformerConfig(
+        d_model=64, num_heads=4, d_ff=512, num_encoder_layers=1, num_decoder_layers=2,
+        **tokenizers.fields,
+    )  # fmt: skip
+    return config, random_params(config), tokenizers
+
+
+@pytest.fixture
+def largest(monkeypatch):
+    """The most bytes that a program of a search needs on a device, by the compiler's analysis."""
+    found = []
+    for name in ("admit_rows", "run_search"):
+        program = getattr(programs, name)
+
+        def measured(*arguments, program=program, **options):
+            memory = program.lower(*arguments, **options).compile().memory_analysis()
+            found.append(memory.argument_size_in_bytes + memory.temp_size_in_bytes)
+            return program(*arguments, **options)
+
+        monkeypatch.setattr(programs, name, measured)
+    return found
+
+
+MESHES = {
+    "host": None,
+    "fsdp": {"fsdp": 8},
+    "data x fsdp x tensor": {"fsdp": 2, "tensor": 2},
+}
+
+
+@pytest.mark.slow_except("data x fsdp x tensor")
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_model_larger_than_a_device_translates_with_the_same_tokens(
+    monkeypatch, wide, largest, mesh
+):
+    config, params, tokenizers = wide
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    bound = int(0.7 * size)
+    expected = fmt.translate(config, params, tokenizers, SENTENCES, beam_size=2, **OPTIONS)
+    assert max(largest) > size
+    largest.clear()
+    monkeypatch.setattr(memory_limits, "device_memory", lambda devices: bound)
+    given = jax.tree.map(np.asarray, params)
+    if MESHES[mesh]:
+        given = fmt.place(params, fmt.make_mesh(**MESHES[mesh]))
+    assert fmt.translate(config, given, tokenizers, SENTENCES, beam_size=2, **OPTIONS) == expected
+    assert max(largest) < bound
+
+
+def test_more_devices_than_there_are(wide):
+    with pytest.raises(fmt.UserError, match=r"decode.devices_per_model=9 .* the 8 devices"):
+        fmt.translate(*wide, SENTENCES, devices_per_model=9)
+    with pytest.raises(fmt.UserError, match=r"decode.num_devices=6 do not fit .* a multiple"):
+        fmt.Translator(*wide, DecodeConfig(devices_per_model=4, num_devices=6))
