@@ -41,7 +41,6 @@ def largest(monkeypatch):
 
 
 MESHES = {
-    "host": None,
     "fsdp": {"fsdp": 8},
     "data x fsdp x tensor": {"fsdp": 2, "tensor": 2},
 }
@@ -59,10 +58,24 @@ def test_a_model_larger_than_a_device_translates_with_the_same_tokens(
     assert max(largest) > size
     largest.clear()
     monkeypatch.setattr(memory_limits, "device_memory", lambda devices: bound)
-    given = jax.tree.map(np.asarray, params)
-    if MESHES[mesh]:
-        given = fmt.place(params, fmt.make_mesh(**MESHES[mesh]))
+    given = fmt.place(params, fmt.make_mesh(**MESHES[mesh]))
     assert fmt.translate(config, given, tokenizers, SENTENCES, beam_size=2, **OPTIONS) == expected
+    assert max(largest) < bound
+
+
+@pytest.mark.slow
+def test_a_run_that_is_larger_than_a_device_is_loaded_on_the_host(
+    monkeypatch, tmp_path, wide, largest
+):
+    config, params, tokenizers = wide
+    fmt.save_run(tmp_path / "run", config, tokenizers, params)
+    expected = fmt.load(tmp_path / "run").translate(SENTENCES, beam_size=1, **OPTIONS)
+    bound = int(0.7 * sum(leaf.nbytes for leaf in jax.tree.leaves(params)))
+    largest.clear()
+    monkeypatch.setattr(memory_limits, "device_memory", lambda devices: bound)
+    model = fmt.load(tmp_path / "run")
+    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(model.params))
+    assert model.translate(SENTENCES, beam_size=1, **OPTIONS) == expected
     assert max(largest) < bound
 
 

@@ -22,6 +22,7 @@ REASONS = {
     "takes hours",
     "takes minutes, and needs jax[cuda13]",
     "does not end",
+    "needs a table with four columns",
     "needs your model",
     "needs a running server",
     "needs a table with four columns",
