@@ -35,7 +35,7 @@ def update(state: State, batch: fmt.Batch, key: Array, frozen: Any) -> tuple[Sta
     def loss(params: Any) -> tuple[Array, Any]:
         term = fmt.Distillation(weight=0.5, temperature=2.0)
         sums = fmt.cross_entropy(small, params, batch, key, term=term, teacher=(big, frozen))
-        return sums.loss / sums.tokens, sums.metrics
+        return sums.loss / sums.weight, sums.metrics
 
     gradient, metrics = jax.grad(loss, has_aux=True)(state["params"])
     updates, opt = optimizer.update(gradient, state["opt"], state["params"])

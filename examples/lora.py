@@ -40,7 +40,7 @@ def merged(base: Any, adapters: Any) -> Any:
 def update(state: State, batch: fmt.Batch, key: Array, frozen: Any) -> tuple[State, Any]:
     def loss(adapters: Any) -> Array:
         sums = fmt.cross_entropy(config, merged(frozen, adapters), batch, key, smoothing=0.1)
-        return sums.loss / sums.tokens
+        return sums.loss / sums.weight
 
     value, gradient = jax.value_and_grad(loss)(state["adapters"])
     updates, opt = optimizer.update(gradient, state["opt"])

@@ -31,7 +31,7 @@ def create(key: Array) -> State:
 def update(state: State, batch: fmt.Batch, key: Array, frozen: Any) -> tuple[State, Any]:
     def loss(params: Any) -> tuple[Array, fmt.Sums]:
         sums = fmt.cross_entropy(config, params, batch, key, smoothing=0.1)
-        return sums.loss / sums.tokens, sums
+        return sums.loss / sums.weight, sums
 
     gradient, sums = jax.grad(loss, has_aux=True)(state["params"])
     updates, opt = optimizer.update(gradient, state["opt"], state["params"])
@@ -46,7 +46,7 @@ with fmt.Checkpoints("runs/mine", optimizer=optimizer) as checkpoints:
         state, sums = step(state, batch)
         if position.step % 1000 == 0:
             checkpoints.save(position.step, state, position)
-            print(position.step, sums.loss / sums.tokens)
+            print(position.step, sums.loss / sums.weight)
             print(fmt.translate(config, state["params"], tokenizers, ["a dog runs"]))
         if position.step >= last_step:
             break

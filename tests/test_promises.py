@@ -81,7 +81,7 @@ def test_packed_sentences_are_trained_like_separate_ones():
     @jax.value_and_grad
     def loss(params, batch):
         sums = fmt.cross_entropy(config, params, batch, smoothing=0.1)
-        return sums.loss / sums.tokens
+        return sums.loss / sums.weight
 
     together = make_batch(pairs, [[0, 1, 2], [4, 3]], BatchShape(2, 12, 12), config)
     alone = make_batch(pairs, [[number] for number in range(5)], BatchShape(5, 5, 5), config)

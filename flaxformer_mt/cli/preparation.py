@@ -51,7 +51,7 @@ def parse(arguments: Sequence[str]) -> PrepareFlags:
 
 
 def prepare(flags: PrepareFlags, arguments: Sequence[str]) -> None:
-    """Learns the vocabulary of a run and tokenizes its text, so that training need not.
+    """Learns a run's vocabulary and tokenizes its text before training.
 
       flaxformer-mt prepare --config=configs/quickstart.py --workdir=RUN
       flaxformer-mt train --workdir=RUN

@@ -73,7 +73,7 @@ def cross_entropy(
 
         def loss(params):
             sums = fmt.cross_entropy(config, params, batch, key, smoothing=0.1)
-            return sums.loss / sums.tokens, sums
+            return sums.loss / sums.weight, sums
 
         gradient, sums = jax.grad(loss, has_aux=True)(params)
 

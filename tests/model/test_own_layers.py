@@ -48,7 +48,7 @@ def batch_of(rows=8, length=6):
 def sums_of(config, params, batch):
     def loss(params):
         sums = fmt.cross_entropy(config, params, batch)
-        return sums.loss / sums.tokens, sums
+        return sums.loss / sums.weight, sums
 
     gradient, sums = jax.grad(loss, has_aux=True)(params)
     return gradient, sums

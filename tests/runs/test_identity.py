@@ -57,6 +57,10 @@ def with_model(**fields):
     return lambda began: {"config": dataclasses.replace(began["config"], **fields)}
 
 
+def short_first(epoch, lengths, columns):
+    return lengths[:, 0] <= 8 * (epoch + 1)
+
+
 CHANGES = {
     "pairs": lambda _: {"pairs": OTHERS},
     "source vocabulary": lambda _: {"tokenizers": vocabulary(WORDS[::-1])},
@@ -72,6 +76,7 @@ CHANGES = {
     "drop_wrong_script": lambda _: {"drop_wrong_script": True},
     "drop_wrong_language": lambda _: {"drop_wrong_language": 0.9},
     "subword_sampling": lambda _: {"subword_sampling": 0.1},
+    "curriculum": lambda _: {"curriculum": short_first},
     "batching": lambda _: {"batching": "buckets", "bucket_lengths": (8, 16)},
     "bucket_lengths": lambda _: {"bucket_lengths": (8, 64)},
     "long_sentences": lambda _: {"long_sentences": "truncate"},

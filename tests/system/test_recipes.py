@@ -29,7 +29,8 @@ def test_a_data_set_of_tensorflow_datasets_is_read_without_tensorflow(text, tmp_
     pytest.importorskip("tensorflow_datasets")
     splits = {"train": "train", "validation": "valid", "test": "test"}
     for split, name in splits.items():
-        splits[split] = list(stream_parallel(text / f"{name}.en", text / f"{name}.de"))
+        files = [next(text.glob(f"{name}.{language}*")) for language in ("en", "de")]
+        splits[split] = list(stream_parallel(*files))
     tfds_folder.write(tmp_path / "data", **splits)
     options = ("--config=configs/wmt14_en_de_base.py", "--data.target-row-length=64")
     arguments = flags(tmp_path / "data", tmp_path / "run", "--train.num-steps=4", *options)
