@@ -25,7 +25,6 @@ REASONS = {
     "needs a table with four columns",
     "needs your model",
     "needs a running server",
-    "needs a table with four columns",
 }
 MIGRATION = ROOT / "docs/migration.md"
 _FENCE = re.compile(r"```(\w*)$")
