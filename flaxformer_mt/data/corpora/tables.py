@@ -19,7 +19,6 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
 from flaxformer_mt.config.data import Quoting
@@ -61,7 +60,7 @@ class Table:
     """The columns of source and target, or none; see above."""
     languages: tuple[str, str]
     quoting: Quoting
-    numbers: Mapping[str, str] = MappingProxyType({})
+    numbers: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Columns of numbers by the names that they get, see `DataConfig.pair_columns`."""
 
     def stream(self, path: Path, *, reading: Reading) -> Iterator[tuple[str, ...] | None]:
