@@ -91,11 +91,14 @@ class Interruption:
         self.install_handlers()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._is_finished = True
         if not self._until_exit:
             self._restore.close()
             self._overdue.cancel()
+        # A compiler that calls Python makes errors of its own from exceptions, with their text.
+        if self._is_raised and isinstance(error, Exception) and self._reason() in str(error):
+            raise Interrupted(self._reason()) from error
 
     def install_handlers(self) -> None:
         """Installs the signal handlers again, after a library has replaced them."""

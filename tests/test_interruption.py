@@ -156,6 +156,18 @@ def test_a_compilation_is_not_waited_for():
         assert "stopped by SIGTERM; the same command continues" in running.stderr.read()
 
 
+def test_an_interruption_that_a_library_takes_for_its_own_error_is_one():
+    def compile_it(interruption):
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except BaseException as error:
+            raise RuntimeError(f"Exception raised in callback: {error}") from None
+
+    assert interruption.run_interruptibly("program", compile_it) == ExitCode.INTERRUPTED
+    with pytest.raises(RuntimeError, match="its own"), Interruption():
+        raise RuntimeError("its own")
+
+
 def test_several_processes_agree_now_and_then():
     asked = []
 
