@@ -2,7 +2,7 @@
 
     python docs/configuration_fields.py
 
-`tests/documentation/test_configuration_page.py` fails if the page is not what this program writes.
+`tests/documentation/test_reference.py` fails if the page is not what this program writes.
 """
 
 import ast

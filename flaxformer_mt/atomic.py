@@ -67,11 +67,14 @@ def new_file(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
+def new_folder(path: Path, *, replace: bool | Callable[[Path], None] = False) -> Iterator[Path]:
     """Creates a folder atomically: yields an empty one to fill; if the block raises, there is none.
 
-    Missing parent folders are created. Raises `UserError` if it exists, unless `replace`, or if it
-    cannot be written.
+    Missing parent folders are created. A function as `replace` raises `UserError` unless what is at
+    `path` may be deleted. It is called before the block, and again when the new folder is complete.
+
+    Raises:
+      UserError: the folder exists and is not to be replaced, or cannot be written.
     """
     with staged_folder(path, replace=replace) as partial:
         partial.mkdir()
@@ -79,20 +82,18 @@ def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def staged_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
-    """As `new_folder`, but the block creates the folder whose path is yielded."""
-    if not replace:
-        require_absent(path)
+def staged_folder(path: Path, *, replace: bool | Callable[[Path], None] = False) -> Iterator[Path]:
+    """Does what `new_folder` does, but the block itself creates the folder at the yielded path."""
+    check = replace if callable(replace) else require_absent
+    if replace is not True:
+        check(path)
     with explained(path), _parent_of(path) as parent, workspace(parent) as folder:
         partial = folder / path.name
         yield partial
         sync_tree(partial)
-        if replace:
-            put(partial, path)
-        else:
-            # It may have been created in the meantime.
-            require_absent(path)
-            rename(partial, path)
+        if replace is not True:  # Others may have written there in the meantime.
+            check(path)
+        (put if replace else rename)(partial, path)
 
 
 def make_folder(folder: Path) -> None:

@@ -93,14 +93,11 @@ def write_model(
     shapes = {path: leaf.shape for path, leaf in flatten_dict(params, sep="/").items()}
     _check_shapes(Path(folder), config, tokenizers, shapes)
     if distributed.is_main():
-        with atomic.new_folder(Path(folder), replace=replace) as partial:
-            if replace:
-                require_only_written(Path(folder))
+        check = require_only_written if replace else False
+        with atomic.new_folder(Path(folder), replace=check) as partial:
             fingerprints = {data_file.TOKENIZER: tokenizers.fingerprints}
             write_run(partial, config, tokenizers.files, fingerprints, origin)
             write_params(partial, step, params)
-            if replace:  # Others may have written to it in the meantime.
-                require_only_written(Path(folder))
     distributed.barrier("the run folder is written")
 
 

@@ -283,3 +283,25 @@ def test_a_folder_that_cannot_be_written_to(tmp_path, name, reason):
     (tmp_path / "link").symlink_to("missing")
     with pytest.raises(UserError, match=f"{name} cannot be written: .*{reason}"):
         atomic.require_writable(tmp_path / name)
+
+
+def test_what_comes_into_a_folder_while_its_successor_is_written_is_kept(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+
+    def require_empty(path):
+        if [*path.iterdir()]:
+            raise UserError(f"{path} is not empty")
+
+    def replaced_amid_another_write():
+        with atomic.new_folder(folder, replace=require_empty) as partial:
+            (partial / "new").touch()
+            (folder / "theirs").touch()
+
+    with pytest.raises(UserError, match="is not empty"):
+        replaced_amid_another_write()
+    assert [*tmp_path.rglob("*")] == [folder, folder / "theirs"]
+    (folder / "theirs").unlink()
+    with atomic.new_folder(folder, replace=require_empty) as partial:
+        (partial / "new").touch()
+    assert [*tmp_path.rglob("*")] == [folder, folder / "new"]

@@ -89,7 +89,7 @@ def convert(
       like: For each of them the language whose embedding theirs begins with.
     """
     from flaxformer_mt.data.corpora.text_files import read_lines
-    from flaxformer_mt.interop.convert import VocabularyOptions, not_written
+    from flaxformer_mt.interop.convert import VocabularyEdits, not_written
     from flaxformer_mt.interop.convert import convert as convert_model
 
     if len(add_language) != len(like):
@@ -107,7 +107,7 @@ def convert(
         accept,
         quantization,
         certified=not no_certificate,
-        vocabulary=VocabularyOptions(
+        vocabulary=VocabularyEdits(
             tuple(line for file in trim_vocabulary for line in read_lines(Path(file))),
             add_token,
             dict(zip(add_language, like, strict=True)),

@@ -35,7 +35,7 @@ OTHER_SUFFIXES = (
 
 
 @dataclasses.dataclass(frozen=True)
-class VocabularyOptions:
+class VocabularyEdits:
     """What a conversion changes of a vocabulary: tokens to remove, then tokens to add."""
 
     texts: tuple[str, ...] = ()
@@ -45,7 +45,7 @@ class VocabularyOptions:
     """New languages with those whose rows theirs begin with."""
 
 
-_UNCHANGED = VocabularyOptions()
+_UNCHANGED = VocabularyEdits()
 
 
 def convert(
@@ -57,7 +57,7 @@ def convert(
     accepted: Collection[str] = (),
     quantization: str | None = None,
     certified: bool = True,
-    vocabulary: VocabularyOptions = _UNCHANGED,
+    vocabulary: VocabularyEdits = _UNCHANGED,
 ) -> Notes:
     """Converts a model of one family or format to another.
 
@@ -134,7 +134,7 @@ def convert(
     return notes
 
 
-def _with_options(bundle: ModelBundle, options: VocabularyOptions) -> tuple[ModelBundle, Notes]:
+def _with_options(bundle: ModelBundle, options: VocabularyEdits) -> tuple[ModelBundle, Notes]:
     notes: Notes = ()
     if options.texts:
         bundle, lines = with_vocabulary(bundle, trimmed(bundle.tokenizers, options.texts))

@@ -273,8 +273,8 @@ def compile_step(
         check_rules(state, mesh.shape, rules, *arguments)
         of_state, *of_arguments = shardings((state, *arguments), mesh, rules)
         options = {"out_shardings": (of_state, everywhere), "donate_argnums": 0}
-        places = (of_state, row_sharding(mesh), *of_arguments)
-        return _jitted(update, step, mesh, places, activations, **options)
+        in_shardings = (of_state, row_sharding(mesh), *of_arguments)
+        return _jitted(update, step, mesh, in_shardings, activations, **options)
 
     # A checkpoint that was restored knows the optimizer with which it was begun.
     before_first = functools.partial(compare_step, update)
@@ -331,9 +331,9 @@ def compile_eval(
 
     def transform(step: Callable, tree: Any) -> Any:
         check_rules(tree, mesh.shape, rules)
-        places = (shardings(tree, mesh, rules), row_sharding(mesh))
+        in_shardings = (shardings(tree, mesh, rules), row_sharding(mesh))
         options = {"out_shardings": everywhere} if results == "replicated" else {}
-        return _jitted(function, step, mesh, places, activations, **options)
+        return _jitted(function, step, mesh, in_shardings, activations, **options)
 
     return CompiledStep(step, transform, max_shapes)
 

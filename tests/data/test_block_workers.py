@@ -68,9 +68,8 @@ def read(stream, count, position=DataPosition(), shard=Shard()):  # noqa: B008
         ("bpe", {"subword_sampling": 0.2}),
         ("unigram", {"subword_sampling": 0.2}),
         ("bpe", {"subword_sampling": 0.2, "batching": "buckets"}),
-        ("bpe", {"order": 1}),
     ],
-    ids=["packed", "bpe", "unigram", "buckets", "first order"],
+    ids=["packed", "bpe", "unigram", "buckets"],
 )
 def test_batches_are_the_same_with_any_number_of_workers(kind, data):
     """Across blocks and epochs, and resumed in the middle by another number of workers."""
