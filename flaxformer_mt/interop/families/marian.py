@@ -58,14 +58,20 @@ ACTIVATIONS = {
 
 
 def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
-    tensors, settings = checkpoint.tensors, checkpoint.settings
+    tensors = checkpoint.tensors
     ties_source = SHARED in tensors or checkpoint.same(SOURCE, TARGET)
     target = TARGET if TARGET in tensors else SHARED
     ties_output = OUTPUT not in tensors or checkpoint.same(OUTPUT, target)
-    fields: dict[str, Any] = {"tie_embeddings": family.TYINGS[ties_source, ties_output]}
-    if TABLES[0] in tensors:
-        fields["max_length"] = checkpoint.size((TABLES[0], 0))
-    return fields | fields_of_config(settings)
+    tying = {"tie_embeddings": family.TYINGS[ties_source, ties_output]}
+    return tying | guess_without_ties(checkpoint)
+
+
+def guess_without_ties(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
+    """Returns the fields of `config.json`, and the number of positions of the tables."""
+    fields = fields_of_config(checkpoint.settings)
+    if TABLES[0] in checkpoint.tensors:
+        fields = {"max_length": checkpoint.size((TABLES[0], 0))} | fields
+    return fields
 
 
 def fields_of_config(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,7 +96,8 @@ def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
     return [*_embeddings(config), row("output/bias", BIAS), *LAYERS.rules(config)]
 
 
-def _buffers(config: TransformerConfig) -> list[family.Buffer]:
+def buffers(config: TransformerConfig) -> list[family.Buffer]:
+    """Returns the tables of sinusoids."""
     table = family.sinusoids(config)
     return [
         family.Buffer(name, table, rows=config.max_length, is_parameter=True) for name in TABLES
@@ -112,7 +119,7 @@ FAMILY = family.Family(
     also_reads="config.json and vocabularies",
     guess=_guess,
     rules=_rules,
-    buffers=_buffers,
+    buffers=buffers,
     open_switches=frozenset({"tie_embeddings", "activation", "scale_embeddings"}),
     order=ORDER,
     omitted=_omitted,

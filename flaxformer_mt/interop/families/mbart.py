@@ -1,11 +1,12 @@
-"""The weight maps of `mbart` (Hugging Face's mBART, mBART-50, BART) and `m2m100` (M2M-100, NLLB).
+"""The weight maps of `mbart` (mBART, mBART-50, BART), `m2m100` (M2M-100, NLLB) and `pegasus`.
 
-Source, target and output share one table; files have it once. The bias of mBART's logits is a
-buffer [1, V], and not trained. The sinusoids of M2M-100 are in no file.
+They are those of Hugging Face. Source, target and output share one table; files have it once. The
+bias of the logits of mBART and Pegasus is a buffer [1, V], and not trained. The sinusoids of
+M2M-100 are in no file.
 
 The position of norms follows from names. The other fields are read from the settings, which are
 those of the model's `config.json`; without them give `num_heads`, and `activation`,
-`scale_embeddings`, `pad_id` and `eos_id` if they are not those of mBART or of M2M-100.
+`scale_embeddings`, `pad_id` and `eos_id` if they are not those of the published models.
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ from flaxformer_mt.interop.weight_maps.rules import TensorRule, row, same, tied
 _TABLES = (SHARED, SOURCE, TARGET, OUTPUT)
 """The names of the one table of embeddings."""
 _POSITIONS = "embed_positions.weight"
-_IGNORED = {
+IGNORED = {
     **marian.IGNORED,
     "version": "numbers the format of fairseq's modules",
     "_float_tensor": "tells fairseq's sinusoids their dtype",
@@ -59,7 +60,7 @@ FAMILY = Family(
     order=marian.ORDER,
     omitted=lambda config: frozenset(_TABLES),
     constants=frozenset({BIAS}),
-    ignored=_IGNORED,
+    ignored=IGNORED,
     base=marian.BASE,
 )
 M2M100 = dataclasses.replace(
@@ -68,5 +69,13 @@ M2M100 = dataclasses.replace(
     guess=lambda checkpoint: marian.fields_of_config(checkpoint.settings),
     open_switches=frozenset({"activation", "scale_embeddings", "pad_id"}),
     constants=frozenset(),
-    ignored={**_IGNORED, "weights": "are the sinusoids, which are computed"},
+    ignored={**IGNORED, "weights": "are the sinusoids, which are computed"},
+)
+PEGASUS = dataclasses.replace(
+    FAMILY,
+    name="pegasus",
+    guess=marian.guess_without_ties,
+    buffers=marian.buffers,
+    open_switches=frozenset({"activation", "scale_embeddings"}),
+    omitted=lambda config: frozenset({*_TABLES, *marian.TABLES}),
 )

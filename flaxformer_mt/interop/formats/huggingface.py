@@ -299,7 +299,10 @@ def _check_tokenizers(model: TransformerConfig, tokenizers: Tokenizers) -> None:
 
 def _data(names: Mapping[str, Any], tokenizers: Tokenizers) -> dict[str, Any]:
     keys = {"source": ("source_lang", "src_lang"), "target": ("target_lang", "tgt_lang")}
-    languages = {
+    both = names.get("langs") or (None, None)
+    languages = dict(zip(("source_language", "target_language"), both, strict=True))
+    languages = {name: code for name, code in languages.items() if code is not None}
+    languages |= {
         f"{side}_language": names[key]
         for side, named in keys.items()
         for key in named
@@ -307,7 +310,7 @@ def _data(names: Mapping[str, Any], tokenizers: Tokenizers) -> dict[str, Any]:
     }
     return languages | {
         "vocab_size": max(tokenizers.source.vocab_size, tokenizers.target.vocab_size),
-        "joint_vocabulary": not names.get("separate_vocabs", False),
+        "joint_vocabulary": not names.get("separate_vocabs", "langs" in names),
     }
 
 
@@ -325,8 +328,9 @@ def _carried(
         return safetensors.numpy.load(content), header["__metadata__"]["dtype"]
     # Hugging Face omits computed tables and all but one of tied tensors.
     omitted = hub.family.omitted(model) - _WRITTEN
-    # For Marian, transformers 5 ties source and target only together with the output.
-    if hub.family is marian.FAMILY and model.tie_embeddings == "source_target":
+    # transformers 5 ties source and target only together with the output; in FSMT, all or none.
+    tied = {"marian": ("all", "target_output", "none"), "fsmt": ("all",)}.get(hub.family.name)
+    if tied and model.tie_embeddings not in tied:
         omitted = frozenset(marian.TABLES)
     empty = np.empty(0, model.param_dtype)
     return dict.fromkeys(sorted(omitted), empty), model.param_dtype
@@ -411,7 +415,7 @@ def _tokenizer_files(bundle: ModelBundle, family: str) -> Mapping[str, bytes]:
 
 
 def _ids(tokenizer: SentencePieceTokenizer) -> dict[str, int]:
-    pieces = tokenizer.pieces(range(tokenizer.vocab_size))
+    pieces = tokenizer.entries(range(tokenizer.vocab_size))
     return {piece: number for number, piece in enumerate(pieces)}
 
 
