@@ -3,8 +3,8 @@
 They are written from the equations, except for `torch` (PyTorch's own module) and those of Hugging
 Face: `marian`, `mbart`, `m2m100`, `pegasus`, `fsmt`, `t5` and `umt5`. Parameters, buffers and
 modules have the published names: a state dict of the published code loads with `strict=True`.
-Constants of a publication (epsilons, layouts, masks, fixed dropout rates) are literals here instead of
-configuration fields, because they are what the comparison verifies.
+Constants of a publication (epsilons, layouts, masks, fixed dropout rates) are literals here instead
+of configuration fields, because they are what the comparison verifies.
 
     reference = build("tunz", d_model=64, num_heads=8, source_vocab_size=100, ...)
     logits = reference(source, target_input)
