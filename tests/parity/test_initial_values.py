@@ -21,7 +21,7 @@ SIZES = {
 }
 # Trained by other programs (Marian, fairseq) than the published models, whose initial values are
 # replaced by those of a checkpoint; double_projection composes two matrices into one.
-OTHERS = ("double_projection", "marian", "mbart", "m2m100", "pegasus")
+OTHERS = ("double_projection", "marian", "mbart", "m2m100", "pegasus", "fsmt")
 # Each of their initial values depends on the place of the matrix.
 BY_PLACE = ("torch", "fairseq", "t5")
 

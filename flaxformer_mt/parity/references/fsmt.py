@@ -16,10 +16,10 @@ from flaxformer_mt.parity.references.marian import settings
 from flaxformer_mt.parity.trace.module_values import Tap
 
 
-class _FSMT(FSMTForConditionalGeneration):  # type: ignore[misc]
+class _FSMT(FSMTForConditionalGeneration):
     """The model, whose own `forward` cannot make the causal mask in float64."""
 
-    def forward(self, source: Tensor, target_input: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, source: Tensor, target_input: Tensor) -> Tensor:
         padding = self.config.pad_token_id
         visible, hidden = source != padding, target_input == padding
         causal = torch.full(2 * target_input.shape[1:], -torch.inf).triu(1)
