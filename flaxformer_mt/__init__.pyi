@@ -34,6 +34,8 @@ from .distributed import initialize as initialize
 from .errors import UserError as UserError
 from .experiment import train as train
 from .interruption import Interruption as Interruption
+from .judges.judge import Judge as Judge
+from .judges.reading import metric as metric
 from .loading import Model as Model
 from .loading import load as load
 from .loading import save_run as save_run

@@ -25,6 +25,7 @@ from flaxformer_mt.interop.formats.hub_families import HUB_FAMILIES
 from flaxformer_mt.interop.weight_maps import validation
 from flaxformer_mt.interop.weight_maps.mapping import by_path, model_params
 from flaxformer_mt.model import attention, layers
+from flaxformer_mt.model.functional import init
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.objectives.flops import Work, training_flops
 
@@ -53,6 +54,7 @@ CHANGES = {
     "num_encoder_layers": [{"num_encoder_layers": 3}],
     "num_decoder_layers": [{"num_decoder_layers": 2}],
     "has_inputs": [{"has_inputs": False}],
+    "has_targets": [{"has_targets": False}],
     "dropout_rate": [{"dropout_rate": 0.25}],
     "embedding_dropout_rate": [{"embedding_dropout_rate": 0.3}],
     "attention_dropout_rate": [{"attention_dropout_rate": 0.35}],
@@ -61,6 +63,7 @@ CHANGES = {
     "norm_kind": [{"norm_kind": "unbiased_std", "norm_epsilon": 1e-6}, {"norm_kind": "rms"}],
     "norm_epsilon": [{"norm_epsilon": 0.01, "norm_kind": "layer_norm"}],
     "embedding_norm": [{"embedding_norm": True}],
+    "embedding_bias": [{"embedding_bias": True}],
     "final_norm": [{"final_norm": True}],
     "qkv_bias": [{"qkv_bias": False}],
     "attention_output_bias": [{"attention_output_bias": False}],
@@ -126,7 +129,8 @@ NOT_COMPUTED = {
 """Fields that do not change what a trained model computes, except for rounding."""
 WITHOUT_PRODUCTS = NOT_COMPUTED | {
     "source_vocab_size", "num_heads", "norm_position", "norm_kind", "norm_epsilon",
-    "embedding_norm", "final_norm", "qkv_bias", "attention_output_bias", "feed_forward_bias",
+    "embedding_norm", "embedding_bias", "final_norm", "qkv_bias", "attention_output_bias",
+    "feed_forward_bias",
     "output_bias", "activation", "position_kind", "position_layout", "position_exponent",
     "position_base", "position_offset", "relative_position_buckets",
     "relative_position_max_distance", "relative_position_sharing", "max_length",
@@ -174,13 +178,11 @@ def test_every_field_has_changes():
 
 @functools.cache
 def shapes_of(config):
-    tokens = np.ones((1, 1), np.int32)
     sizes = {
         name: max(getattr(config, name), 1) for name in ("source_vocab_size", "target_vocab_size")
     }
     config = dataclasses.replace(config, param_dtype="float32", **sizes)
-    source = tokens if config.has_inputs else None
-    return jax.eval_shape(Transformer(config).init, jax.random.key(0), source, tokens)["params"]
+    return jax.eval_shape(functools.partial(init, config), jax.random.key(0))
 
 
 def random_params(config, seed=0):

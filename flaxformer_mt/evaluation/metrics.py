@@ -208,10 +208,13 @@ class FunctionMetric:
         return Score(self.name, float(self.values(hypotheses).mean()))
 
     def get_signature(self) -> Signature:
-        """Returns a signature that names the function."""
+        """Returns a signature that names the function, or has the `identity` of its object."""
         signature = Signature({"num_refs": len(self._references)})
         name = getattr(self._function, "__qualname__", type(self._function).__qualname__)
-        signature.update("function", f"{self._function.__module__}.{name}")
+        owner = getattr(self._function, "__self__", None)
+        known = {"function": f"{self._function.__module__}.{name}"}
+        for key, value in getattr(owner, "identity", known).items():
+            signature.update(key, value)
         signature.update("version", None)  # sacreBLEU's.
         return signature
 

@@ -82,7 +82,7 @@ def read(
             f"{' or '.join(hub.architectures)}"
         )
     check_kinds(settings, hub.kinds | generation_config.KINDS, f"{folder / CONFIG} is")
-    tensors, dtype = _read_tensors(folder, hub.family.ignores)
+    tensors, dtype = read_tensors(folder, hub.family.ignores)
     kept = {CONFIG: read_bytes(folder / CONFIG)}
     search = settings
     if (folder / GENERATION).exists():
@@ -188,9 +188,7 @@ def write(
 # Reading.
 
 
-def _read_tensors(
-    folder: Path, ignores: Callable[[Any], bool]
-) -> tuple[dict[str, np.ndarray], str]:
+def read_tensors(folder: Path, ignores: Callable[[Any], bool]) -> tuple[dict[str, np.ndarray], str]:
     """Returns all tensors, narrow ones as float32, and the dtype that most of them had."""
     for name in _WEIGHTS:
         if (folder / name).exists():
