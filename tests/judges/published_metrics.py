@@ -46,10 +46,19 @@ def save_metricx(folder, tied=False, seed=0):
     config = hub_models.config("mt5", 250_112, tie_word_embeddings=tied)
     config.architectures = ["MT5ForRegression"]
     model = randomize(transformers.MT5ForConditionalGeneration(config), seed)
-    with torch.no_grad():
-        model.get_output_embeddings().weight[SCORE_TOKEN].mul_(4)
+    with torch.no_grad():  # Scores are between the bounds.
+        output = decoded(model, torch.tensor([[5, 6, 7]]))[0, 0]
+        model.lm_head.weight[SCORE_TOKEN] = 2 * output / output.norm()
     model.save_pretrained(folder)
     return model
+
+
+def decoded(model, rows):
+    """What `MT5ForRegression` multiplies with the output table, [B, 1, D]."""
+    hidden = model.encoder(rows)[0]
+    start = torch.zeros((len(rows), 1), dtype=torch.int64)
+    output = model.decoder(input_ids=start, encoder_hidden_states=hidden)[0]
+    return output * model.config.d_model**-0.5 if model.config.tie_word_embeddings else output
 
 
 class _WideNorm(nn.Module):
@@ -82,12 +91,8 @@ def metricx_scores(folder, model, sources, hypotheses, references=None, limit=15
         ids = tokenizer(text, max_length=limit, truncation=True)["input_ids"][:-1]
         rows = torch.tensor([ids])
         with torch.no_grad():
-            hidden = model.encoder(rows)[0]
-            start = torch.zeros((1, 1), dtype=torch.int64)
-            output = model.decoder(input_ids=start, encoder_hidden_states=hidden)[0]
-            if model.config.tie_word_embeddings:
-                output = output * model.config.d_model**-0.5
-            scores.append(torch.clamp(model.lm_head(output)[0, 0, SCORE_TOKEN], 0, 25).item())
+            logits = model.lm_head(decoded(model, rows))[0, 0]
+            scores.append(torch.clamp(logits[SCORE_TOKEN], 0, 25).item())
     return scores
 
 
