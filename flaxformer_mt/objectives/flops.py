@@ -79,5 +79,5 @@ def training_flops(model: TransformerConfig, work: Work) -> Any:
     decoder = model.num_decoder_layers * decoder_layer
     decoder += work.targets * width * model.target_vocab_size
     encoder = model.num_encoder_layers * encoder_layer
-    products = model.has_targets * decoder + model.has_inputs * encoder
+    products = (decoder if model.has_targets else 0) + (encoder if model.has_inputs else 0)
     return 3 * 2 * products

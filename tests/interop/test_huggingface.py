@@ -156,7 +156,7 @@ def test_folder_to_run_to_folder(name, tmp_path):
     assert convert(OWN, "marian", run, again) == ()
     for file in ("source.spm", "target.spm", "vocab.json", "tokenizer_config.json"):
         assert (again / file).read_bytes() == (published / file).read_bytes()
-    read = functools.partial(huggingface._read_tensors, ignores=lambda name: False)
+    read = functools.partial(huggingface.read_tensors, ignores=lambda name: False)
     before, after = map(read, (published, again))
     assert before[1] == after[1]
     chex.assert_trees_all_equal(after[0], before[0])
