@@ -5,7 +5,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -83,7 +83,10 @@ def score(
     if (run is None) == (metric is None):
         raise UserError("give --run or --metric: one of them says what scores")
     if metric is not None:
-        given = {"normalize": normalize if normalize != "none" else None, "alignment": alignment}
+        given: dict[str, Any] = {
+            "normalize": normalize if normalize != "none" else None,
+            "alignment": alignment,
+        }
         given |= {"tokens": tokens or None, "contrast": contrast or None, "json": as_json or None}
         reject_options("--run", **given, summary=summary or None)
         output.print_lines(_judged(metric, source, target, reference))

@@ -64,7 +64,8 @@ def separation_of(texts: Sequence[str]) -> Separation:
 
 
 MetricFunction = Callable[
-    [Sequence[str] | None, Sequence[str], Sequence[Sequence[str]]], float | Sequence[float]
+    [Sequence[str] | None, Sequence[str], Sequence[Sequence[str]]],
+    float | Sequence[float] | np.ndarray,
 ]
 """(sources, hypotheses, references) -> the score of the corpus, or one score per sentence.
 

@@ -191,9 +191,9 @@ def read(folder: Path, dtype: str) -> Judge:
         )
     transformation = settings.get("layer_transformation", "sparsemax" if is_unified else "softmax")
     pool = "cls" if is_unified else settings.get("pool", "avg")
-    activations = tuple(
-        _activation(label, settings, name, default)
-        for name, default in (("activations", "Tanh"), ("final_activation", None))
+    activations = (
+        _activation(label, settings, "activations") or "tanh",
+        _activation(label, settings, "final_activation"),
     )
     tokenizer = Tokenizers.load(folder).source
     limit = config.max_length
@@ -221,10 +221,8 @@ def _features(
     return sentence_vectors(config, params, rows, settings)
 
 
-def _activation(
-    label: Path, settings: Mapping[str, Any], name: str, default: str | None
-) -> str | None:
-    value = settings.get(name, default)
+def _activation(label: Path, settings: Mapping[str, Any], name: str) -> str | None:
+    value = settings.get(name)
     if value is None:
         return None
     if value.lower() not in _ACTIVATIONS:

@@ -47,7 +47,7 @@ class JudgedTranslator:
             raise UserError(
                 "one candidate leaves nothing to choose: set --beam-size or --mbr-samples"
             )
-        self._search = {"n_best": self._candidates}
+        self._search: dict[str, Any] = {"n_best": self._candidates}
         if samples:
             self._search |= {"sampling": True, "mbr_samples": 0}
 
