@@ -79,10 +79,10 @@ from .training.devices import create as create
 from .training.devices import place as place
 from .training.hooks import Hooks as Hooks
 from .training.hooks import StepInfo as StepInfo
-from .training.parameter_roles import is_matrix as is_matrix
-from .training.parameter_roles import per_layer as per_layer
-from .training.parameter_roles import role_mask as role_mask
-from .training.parameter_roles import role_of as role_of
+from .training.parameters import is_matrix as is_matrix
+from .training.parameters import per_layer as per_layer
+from .training.parameters import role_mask as role_mask
+from .training.parameters import role_of as role_of
 from .training.reporting.console import Sample as Sample
 from .training.reporting.metrics import Writer as Writer
 from .training.reporting.trackers import Tracker as Tracker

@@ -88,7 +88,7 @@ ALLOWED = {
         "config",
         "distributed",
         "runs.data_file",
-        "runs.identity",
+        "runs.states",
         "runs.manifest",
     }
     | LEAVES,

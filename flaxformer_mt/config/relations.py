@@ -379,7 +379,20 @@ _DROPOUT_RATES = (
     "activation_dropout_rate",
 )
 
+ROWS: tuple[Relation, ...] = (
+    (
+        lambda c: 0 < (c.model.longest_sentence or 0) < max(c.data.row_lengths),
+        lambda c: (
+            "training rows of {} source and {} target tokens are longer than the model's table of "
+            "learned positions, model.max_length={}: set data.source_row_length and "
+            "data.target_row_length (or data.bucket_lengths), or raise model.max_length"
+        ).format(*c.data.row_lengths, c.model.longest_sentence),
+    ),
+)
+"""Of batches: rows that the model cannot take."""
+
 EFFECTS: tuple[Relation, ...] = (
+    *ROWS,
     (
         lambda c: c.data.subword_sampling and not c.model.has_inputs,
         "{data.subword_sampling} has no effect: a language model has no sources to segment",
@@ -412,4 +425,4 @@ EFFECTS: tuple[Relation, ...] = (
         "{train.r_drop} has no effect without dropout: set model.dropout_rate, or train.r_drop=0",
     ),
 )
-"""Of a new run: options that others make ineffective."""
+"""Of a new run: options that others make ineffective, and rows that the model cannot take."""

@@ -183,7 +183,7 @@ def test_other_dtypes_are_converted_to_if_that_is_accepted(tmp_path):
     with pytest.raises(UserError, match="params/layers/kernel: float32 there, bfloat16 here"):
         restored(tmp_path, as_dict(0) | {"params": half})
     with fmt.Checkpoints(tmp_path) as checkpoints:
-        state, _ = checkpoints.restore(as_dict(0) | {"params": half}, accept_changes=True)
+        state, _ = checkpoints.restore_or(as_dict(0) | {"params": half}, {}, accept_changes=True)
     expected = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), make_params(3))
     chex.assert_trees_all_equal(state["params"], expected)
     chex.assert_trees_all_equal_dtypes(state["params"], expected)

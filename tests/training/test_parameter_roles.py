@@ -11,7 +11,7 @@ import pytest
 import flaxformer_mt as fmt
 from flaxformer_mt.config import OptimizerConfig
 from flaxformer_mt.training.optimizer import make_optimizer
-from flaxformer_mt.training.parameter_roles import is_matrix, per_layer, role_mask, role_of
+from flaxformer_mt.training.parameters import is_matrix, per_layer, role_mask, role_of
 from flaxformer_mt.training.sharding import leaves_by_path
 
 CONFIG = fmt.TransformerConfig(
