@@ -11,12 +11,13 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.model import kernels
 from flaxformer_mt.model.attention import scaled_dot_product_attention
-from flaxformer_mt.model.kernels.attention_blocks import kept_weights
+from flaxformer_mt.model.kernels.attention_blocks import Operands, kept_weights
 from flaxformer_mt.model.kernels.fused_attention import (
     PLATFORMS,
     AttentionCase,
     AttentionInputs,
     AttentionOptions,
+    _specs,
     choose_backend,
     fused_attention,
 )
@@ -204,6 +205,23 @@ def test_on_a_mesh_every_device_computes_its_own_rows_and_heads(backend):
     sharded = compiled(jax.device_put(inputs, shardings))
     assert sharded[0].sharding.is_equivalent_to(vectors, 2)
     chex.assert_trees_all_close(jax.device_get(sharded), run(inputs), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_bias_of_each_row_is_sharded_like_the_rows(rows):
+    vectors, segments, bias = (2, 8, 2, 4), (2, 8), (rows, 2, 8, 8)
+    operands = Operands(
+        *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [vectors] * 3 + [segments] * 2),
+        jax.ShapeDtypeStruct(bias, jnp.float32),
+    )
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    with (
+        jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
+        nn.logical_axis_rules(ACTIVATION_RULES),
+    ):
+        specs, _ = _specs(operands)
+    assert specs.query[0] == ("data",)
+    assert specs.bias == PartitionSpec(specs.query[0] if rows == 2 else None, specs.query[2])
 
 
 LOWERED = {

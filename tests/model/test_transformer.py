@@ -49,9 +49,6 @@ CONFIGS = {
     ),
     "own attention": dataclasses.replace(TINY, attention_kind="cosine"),
 }
-SLOW = pytest.mark.slow
-# Cached steps and whole passes read these fields in the same code.
-OF_BOTH_PASSES = ("free heads", "annotated norm", "zero start", "unrolled")
 
 
 class Compiled(Transformer):
@@ -98,9 +95,7 @@ def check_cached_steps(config, tolerance):
 
 
 @pytest.mark.slow_except("recurrent", "capped")
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=SLOW) if name in OF_BOTH_PASSES else name for name in CONFIGS]
-)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_a_cached_step_equals_the_full_pass(name):
     check_cached_steps(CONFIGS[name], tolerance=1e-5)
 
