@@ -12,7 +12,6 @@ import types
 import jax
 import numpy as np
 import pytest
-from toy_references import others_are_slow
 
 from flaxformer_mt import interop
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
@@ -313,7 +312,7 @@ def test_parameters_and_arithmetic_are_counted(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", others_are_slow(interop.FAMILIES, ["annotated", "opennmt"]))
+@pytest.mark.parametrize("name", interop.FAMILIES)
 def test_families_refuse_or_keep_every_field(name, tmp_path):
     family = interop.FAMILIES[name]
     sizes = SIZES
@@ -375,7 +374,7 @@ def assert_format_keeps(family, obstacle, write, read, tokenizers, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", others_are_slow(HUB_FAMILIES, ["marian"]))
+@pytest.mark.parametrize("name", HUB_FAMILIES)
 def test_hugging_face_refuses_or_keeps_every_field(name, tmp_path, monkeypatch):
     family = HUB_FAMILIES[name].family
     monkeypatch.setattr(huggingface, "_tokenizer_files", lambda bundle, family: {})
@@ -420,6 +419,3 @@ def test_every_backend_equals_einsum(backend):
             logits(config, params, attention_backend=name) for name in (backend, "einsum")
         )
         np.testing.assert_allclose(ours, expected, rtol=5e-5, atol=5e-5)
-
-
-"""A new field of the mathematics with the role of its neighbors."""
