@@ -24,7 +24,7 @@ from flaxformer_mt.parity.rows import VALUES
 from flaxformer_mt.parity.trace.module_values import Tap
 from flaxformer_mt.parity.trace.sites import Values, comparable
 from flaxformer_mt.parity.trace.taps import leaf_name
-from flaxformer_mt.parity.trajectories import Optimizers, train_both
+from flaxformer_mt.parity.trajectories import TOLERANCES, Optimizers, train_both
 from flaxformer_mt.parity.weight_rules import weight_rules
 
 JaxFunction = Callable[..., Any]
@@ -110,7 +110,8 @@ def compare_models(
     train = None
     if optimizers is not None and num_steps:
         both = Optimizers(optimizers[1], optimizers[0])
-        train = functools.partial(train_both, pair, [arguments], num_steps, both)
+        tolerance = TOLERANCES["float32" if program.narrow else dtype]
+        train = functools.partial(train_both, pair, [arguments], num_steps, both, tolerance)
     with pair.with_weights(given):
         return driver.compare_pair(
             type(torch_module).__name__,

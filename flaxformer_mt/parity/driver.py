@@ -175,7 +175,31 @@ def explained(report: Report, causes: Causes) -> Report:
     else:
         diagnosis = causes.of_loss() if first.site == "loss" else None
     notes = (*report.notes, *causes.model.untested.values())
-    return dataclasses.replace(report, diagnosis=diagnosis, notes=notes)
+    report = dataclasses.replace(report, diagnosis=diagnosis, notes=notes)
+    return _with_float32_inside(report, causes.model.narrow_sites)
+
+
+def _with_float32_inside(report: Report, narrow: Sequence[str]) -> Report:
+    """Judges what our side computes from float32, within float64, by the tolerances of float32."""
+    if report.dtype == "float32" or not narrow:
+        return report
+    found = {finding.site for finding in report.findings} | {*report.never_run}
+    tolerances = {"gradients": rows.GRADIENTS["float32"]}
+
+    def judged(row: Row) -> Row:
+        is_narrow = row.site in narrow or row.section in ("losses", "gradients")
+        if row.site in found or not is_narrow or not row.max_rel or row.max_abs == math.inf:
+            return row
+        tolerance = tolerances.get(row.section, rows.VALUES["float32"])
+        return row._replace(tolerance=tolerance * row.max_abs / row.max_rel)
+
+    note = (
+        f"Our side computes in float32 before {narrow[0]}: what depends on it is compared with "
+        "the tolerances of float32."
+    )
+    return dataclasses.replace(
+        report, rows=tuple(map(judged, report.rows)), notes=(*report.notes, note)
+    )
 
 
 def _first_gradient_difference(

@@ -4,10 +4,11 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from flaxformer_mt.parity.program.diagnosis import FLOAT32
 from flaxformer_mt.parity.reports.comparison import Row
 from flaxformer_mt.parity.trajectories import Curves, Trajectory
 
-VALUES = {"float64": 1e-10, "float32": 2e-5}
+VALUES = {"float64": 1e-10, "float32": FLOAT32}
 """Tolerance of values, relative to the site's largest magnitude; in float32 to at least 1, because
 small values are often differences of large ones."""
 GRADIENTS = {"float64": 1e-10, "float32": 1e-5}

@@ -8,22 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import numpy as np
 
 from flaxformer_mt.parity.program.diagnosis import Diagnosis, relative_difference
-from flaxformer_mt.parity.program.equations import Equation, TracedFunction
-
-RESHAPING = (
-    "broadcast_in_dim",
-    "reshape",
-    "transpose",
-    "squeeze",
-    "slice",
-    "convert_element_type",
-    "copy",
-    "copy_p",
-    "stop_gradient",
-    "expand_dims",
-    "mask",
-)
-"""Primitives that only move numbers."""
+from flaxformer_mt.parity.program.equations import RESHAPING, Equation, TracedFunction
 
 Numbers = dict[int, np.ndarray]
 
@@ -89,6 +74,14 @@ class Segment:
             if not given.keys() >= {*equation.outputs}:
                 compute(equation, values)
         return values
+
+    def in_float32(self) -> np.ndarray:
+        """Returns our value of the site, computed in float32."""
+        values = dict(self.values)
+        for equation in self.equations:
+            given = (_in_float32(values[number]) for number in equation.inputs)
+            values.update(zip(equation.outputs, map(np.asarray, equation.run(*given)), strict=True))
+        return values[self.number]
 
     def diagnosis(self, cause: str, explanation: str, value: np.ndarray) -> Diagnosis:
         """Returns a cause with which the site has this value."""
@@ -207,6 +200,14 @@ class Segment:
         producer = self.producer(origin)
         return f"the result of {producer}" if producer else "the input"
 
+    def unscaled(self, equation: Equation) -> int | None:
+        """Returns the value that an equation multiplies or divides by a number, if it does."""
+        if equation.name in ("mul", "div"):
+            for number, other in (equation.inputs, equation.inputs[::-1]):
+                if self.is_number(self.origin(other)) and number in self.program.data:
+                    return number
+        return None
+
     def is_scalar(self, number: int) -> bool:
         """Whether a value is one constant number."""
         value = self.program.constants.get(number)
@@ -266,3 +267,13 @@ class Segment:
                 break
             number += float(np.vdot(derivative, missing)) / steepness
         return best if smallest <= scale else None
+
+
+def _in_float32(value: np.ndarray) -> np.ndarray:
+    return value.astype(np.float32) if value.dtype == np.float64 else value
+
+
+def each_and_all(numbers: Collection[int]) -> list[list[int]]:
+    """Returns each number alone, and several together."""
+    together = [[*numbers]] if len(numbers) > 1 else []
+    return [*([number] for number in numbers), *together]
