@@ -20,8 +20,7 @@ from flaxformer_mt.parity.program.diagnosis import Select
 from flaxformer_mt.parity.program.differences import ProgramValues
 from flaxformer_mt.parity.program.equations import TracedFunction, trace
 from flaxformer_mt.parity.reports.report import Report
-from flaxformer_mt.parity.rows import VALUES
-from flaxformer_mt.parity.trace.module_values import Tap
+from flaxformer_mt.parity.trace.module_values import Tap, copied
 from flaxformer_mt.parity.trace.sites import Values, comparable
 from flaxformer_mt.parity.trace.taps import leaf_name
 from flaxformer_mt.parity.trajectories import TOLERANCES, Optimizers, train_both
@@ -105,7 +104,9 @@ def compare_models(
         given = function.leaves(pair.trained() | pair.fixed(), arguments)
         known = {**theirs.values, **theirs.again}
         numbers = opened.sites | outputs
-        return driver.Causes(ProgramValues(opened, given, numbers, known, select, VALUES[dtype]))
+        return driver.Causes(
+            ProgramValues(opened, given, numbers, known, select, driver.VALUES[dtype])
+        )
 
     train = None
     if optimizers is not None and num_steps:
@@ -186,7 +187,7 @@ class _FunctionPair(sides.Pair):
 
     def fixed(self) -> dict[str, np.ndarray]:
         trained = self.trained()
-        return {n: sides.copied(t) for n, t in _tensors(self.module) if n not in trained}
+        return {n: copied(t) for n, t in _tensors(self.module) if n not in trained}
 
     def outputs(self, batch: Sequence[Any]) -> dict[str, torch.Tensor]:
         program = self.ours.program

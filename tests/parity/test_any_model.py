@@ -623,20 +623,21 @@ def test_a_function_that_draws_random_numbers():
     assert (finding.site, finding.diagnosis.cause) == ("output", "dropout")
 
 
-def softmax_in_float32(y):
-    return y.float().softmax(-1).type_as(y)
+def softmax_in(dtype):
+    return lambda y: y.to(dtype).softmax(-1).type_as(y) * y
 
 
 @pytest.mark.parametrize(
-    ("ours_in_float32", "factor", "causes"),
+    ("theirs", "ours_in_float32", "factor", "causes"),
     [
-        (False, 1, {"weights": "precision"}),
-        (False, 0.5, {"weights": "precision", "output": "scale"}),
-        (True, 1, {}),
-        (True, 0.5, {"output": "scale"}),
+        (torch.float32, False, 1, {"weights": "precision"}),
+        (torch.float32, False, 0.5, {"weights": "precision", "output": "scale"}),
+        (torch.bfloat16, False, 1, {"weights": "precision"}),
+        (torch.float32, True, 1, {}),
+        (torch.float32, True, 0.5, {"output": "scale"}),
     ],
 )
-def test_a_softmax_in_float32(ours_in_float32, factor, causes):
+def test_a_softmax_in_fewer_digits(theirs, ours_in_float32, factor, causes):
     dtype = jnp.float32 if ours_in_float32 else jnp.float64
 
     def function(params, x):
@@ -645,7 +646,7 @@ def test_a_softmax_in_float32(ours_in_float32, factor, causes):
         return weights.astype(y.dtype) * y
 
     report = parity.compare_models(
-        Weighted(lambda y: factor * (softmax_in_float32(y) * y)),
+        Weighted(lambda y: factor * softmax_in(theirs)(y)),
         function,
         LINEAR,
         INPUTS,

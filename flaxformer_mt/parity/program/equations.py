@@ -256,8 +256,9 @@ class _Builder(TracedFunction):
         return len(self.types) - 1
 
     def constant(self, value: Any) -> int:
-        number = self.new(jax.typeof(value))
-        self.constants[number] = jax.random.key_data(value) if _is_key(value) else value
+        like = jax.typeof(value)
+        number = self.new(like)
+        self.constants[number] = jax.random.key_data(value) if _is_key(like) else value
         return number
 
     def add_site(self, name: str, number: int) -> None:
@@ -352,13 +353,14 @@ def _alone(eqn: Any) -> Callable[..., Sequence[Any]]:
     info = core.DebugInfo("parity", eqn.primitive.name, *map(tuple, names))
     jaxpr = core.Jaxpr((), inputs, outputs, [alone], eqn.effects, info)
     run = core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, ()))
-    if not any(_is_key(var.aval) for var in (*inputs, *outputs)):
+    types: list[Any] = [var.aval for var in inputs]
+    if not any(map(_is_key, (*types, *(var.aval for var in outputs)))):
         return run
 
     def run_on_numbers(*values: Any) -> list[Any]:
         given = [
-            _key(value, var.aval.dtype) if _is_key(var.aval) else value
-            for value, var in zip(values, inputs, strict=True)
+            _key(value, like.dtype) if _is_key(like) else value
+            for value, like in zip(values, types, strict=True)
         ]
         return [jax.random.key_data(each) if _is_key(each) else each for each in run(*given)]
 

@@ -137,19 +137,6 @@ class Segment:
         read = dict.fromkeys(n for equation in self.equations for n in equation.inputs)
         return [n for n in read if n not in self.producers]
 
-    def sources(self, number: int) -> set[int]:
-        """Returns the inputs of the segment from which a value is computed, itself if it is one."""
-        wanted = {number}
-        for equation in reversed(self.equations):
-            if wanted.intersection(equation.outputs):
-                wanted = wanted.difference(equation.outputs).union(equation.inputs)
-        return wanted
-
-    def is_data(self, number: int) -> bool:
-        """Whether a value depends on what the model is given, not on parameters alone."""
-        arguments = set(self.program.inputs) - set(self.program.parameters)
-        return bool(self.sources(number) & (arguments | self.known.keys()))
-
     def consumers(self, number: int) -> Iterator[Equation]:
         """Yields the equations that read a value, without those that only move or guard it."""
         for equation in self.equations:
