@@ -169,14 +169,24 @@ class TracedFunction:
     def looked_up(self, number: int) -> str:
         """Returns "positions" or "embedding" for rows of a table, moved and scaled; else ""."""
         equation = self.producers.get(number)
-        while equation is not None and equation.name in (*RESHAPING, "mul", "div"):
-            varying = [n for n in equation.inputs if np.size(self.constants.get(n, (0, 0))) > 1]
+        while equation is not None and equation.name in (*RESHAPING, "mul", "div", "select_n"):
+            start = int(equation.name == "select_n")  # Its first input is the condition.
+            varying = [n for n in equation.inputs[start:] if not self._is_scalar(n)]
             equation = self.producers.get(varying[0]) if len(varying) == 1 else None
         if equation is None or equation.name != "gather":
             return ""
-        table = equation.inputs[0]
-        is_learned = "pos" not in self.parameters.get(table, "positions").lower()
-        return "embedding" if is_learned and equation.inputs[1] in self.data else "positions"
+        table = self._origin(equation.inputs[0])
+        path = self.parameters.get(table, "positions" if table in self.constants else "")
+        is_of_tokens = equation.inputs[1] in self.data and "pos" not in path.lower()
+        return "embedding" if is_of_tokens else "positions"
+
+    def _is_scalar(self, number: int) -> bool:
+        return np.size(self.constants.get(self._origin(number), (0, 0))) == 1
+
+    def _origin(self, number: int) -> int:
+        while number in self.producers and self.producers[number].name in RESHAPING:
+            number = self.producers[number].inputs[0]
+        return number
 
     def is_norm_of(self, site: str, other: str) -> bool:
         """Whether a site is a norm of another one."""
