@@ -69,7 +69,8 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "encoder_no_repeat_ngram_size": (0,), "forced_bos_token_id": (),
     "begin_suppress_tokens": ([],), "exponential_decay_length_penalty": (), "sequence_bias": (),
     "guidance_scale": (1.0,), "watermarking_config": (), "penalty_alpha": (0.0,),
-    "constraints": (), "force_words_ids": (), "stop_strings": (), "max_time": (),
+    "forced_decoder_ids": (), "constraints": (), "force_words_ids": (), "stop_strings": (),
+    "max_time": (),
 }  # fmt: skip
 
 KINDS |= {theirs: type_hints(DecodeConfig)[ours] for theirs, ours in _SAME.items()}
@@ -94,6 +95,7 @@ def to_decode(
     Raises:
       UserError: a value is invalid.
     """
+    settings = with_single_tokens(settings)
     check_kinds(settings, KINDS, "its generation settings are")
     given = {name: value for name, value in settings.items() if value is not None}
     values = _DEFAULTS | given
@@ -126,6 +128,16 @@ def to_decode(
             "that of the vocabulary, ends a translation"
         )
     return decode, notes
+
+
+def with_single_tokens(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns settings in which each list of one special token is replaced by the token."""
+    return {
+        name: value[0]
+        if name.endswith("_token_id") and isinstance(value, list) and len(value) == 1
+        else value
+        for name, value in settings.items()
+    }
 
 
 def from_decode(
