@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flaxformer_mt import atomic, interop
+from flaxformer_mt.decoding.search.options import forbidden_token_ids
 from flaxformer_mt.errors import UserError, prefixed
 from flaxformer_mt.interop import FAMILIES, certificate
 from flaxformer_mt.interop.adaptation import adapt
@@ -133,7 +134,12 @@ def convert(
             notes += bundles.write_bundle(target_family, bundle, partial, accepted, **options)
         if certified:
             state = TrainingState(bundle.config.model, bundle.params, None)
-            notes += certificate.write(state, source, target_family, partial, {})
+            forbidden: tuple[int, ...] = ()
+            if target_family == "ctranslate2":
+                forbidden = forbidden_token_ids(state.config, bundle.config.decode)
+            notes += certificate.write(
+                state, source, target_family, partial, options, forbidden=forbidden
+            )
     return notes
 
 
