@@ -36,6 +36,7 @@ from .experiment import train as train
 from .interruption import Interruption as Interruption
 from .loading import Model as Model
 from .loading import load as load
+from .loading import save_adapter as save_adapter
 from .loading import save_run as save_run
 from .model.attention import KeyValue as KeyValue
 from .model.attention import MultiHeadAttention as MultiHeadAttention

@@ -1,7 +1,7 @@
 """Whole models: read from folders of any kind, ready to translate, and written to run folders."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Unpack, overload
 
@@ -12,8 +12,10 @@ from flaxformer_mt.decoding.attention_weights import sentence_attention
 from flaxformer_mt.decoding.text_arguments import require_path
 from flaxformer_mt.decoding.translator import Sentence, Translator
 from flaxformer_mt.errors import UserError, shown
+from flaxformer_mt.interop.formats import adapters as peft
 from flaxformer_mt.interop.formats import folders
 from flaxformer_mt.interop.formats.bundle import ModelBundle, read_bundle
+from flaxformer_mt.interop.formats.hub_families import HUB_FAMILIES
 from flaxformer_mt.model.functional import require_params
 from flaxformer_mt.plotting.attention_page import AttentionPicture
 from flaxformer_mt.presets import canonical_family
@@ -176,3 +178,40 @@ def save_run(
         step=step,
         replace=overwrite,
     )
+
+
+def save_adapter(
+    folder: str | Path,
+    model: Model,
+    adapters: Mapping[str, Mapping[str, Any]],
+    *,
+    alpha: float,
+    family: str | None = None,
+) -> None:
+    """Writes low-rank adapters of a model (LoRA, Hu et al. 2021) for the library PEFT.
+
+        fmt.save_adapter("runs/adapter", model, adapters, alpha=16)
+
+    `peft.PeftModel.from_pretrained` and `load` read the folder.
+
+    Args:
+      folder: the folder to create.
+      model: the base, from a folder of Hugging Face, whose path the adapter records.
+      adapters: by the path of a kernel [L, inputs, outputs], two factors: "a" [L, inputs, r] and
+        "b" [L, r, outputs]. The adapted kernel is the kernel plus alpha / r * a @ b.
+      alpha: the scale.
+      family: the family of the base; by default, the one as which it was read.
+
+    Raises:
+      UserError: the model is not of such a family, a parameter is not a matrix that PEFT adapts,
+        the ranks differ, or the folder exists or cannot be written.
+    """
+    known = canonical_family(family or model.family)
+    if known not in HUB_FAMILIES:
+        raise UserError(
+            f"PEFT adapts models of Hugging Face, not of {known}: convert the model to one of "
+            f"{', '.join(HUB_FAMILIES)}, and give family="
+        )
+    config = model.tokenizers.with_sizes(model.config.model)
+    path = require_path(folder, "folder")
+    peft.write(path, HUB_FAMILIES[known].family, config, adapters, alpha, str(model.folder))

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 import torch
+from flax.traverse_util import flatten_dict
 
 import flaxformer_mt as fmt
 from flaxformer_mt.cli import main
@@ -173,3 +174,43 @@ def test_more_tokens_with_an_adapter(saved, tmp_path):
     assert found.config.model.target_vocab_size == model.config.vocab_size + 8
     (tokens,) = found.tokenizers.source.encode(["<2ty> two"])
     assert tokens[0] == tokenizer.convert_tokens_to_ids("<2ty>")
+
+
+@pytest.mark.parametrize("kind", ["marian", "bart", "nllb", "flan"])
+def test_peft_loads_what_is_written(kind, saved, tmp_path):
+    folder, model, _ = saved(kind)
+    base = fmt.load(folder)
+    draw = np.random.default_rng(0)
+    adapters, expected = {}, flatten_dict(base.params, sep="/")
+    for path in [path for path in expected if path.endswith(("query/kernel", "hidden/kernel"))]:
+        layers, inputs, outputs = expected[path].shape
+        a, b = draw.normal(size=(layers, inputs, 3)), draw.normal(size=(layers, 3, outputs))
+        adapters[path] = {"a": np.float32(a), "b": np.float32(b)}
+        expected[path] = expected[path] + 12 / 3 * adapters[path]["a"] @ adapters[path]["b"]
+    fmt.save_adapter(tmp_path / "adapter", base, adapters, alpha=12)
+    changed = peft.PeftModel.from_pretrained(copy.deepcopy(model), tmp_path / "adapter")
+    shutil.copytree(folder, tmp_path / "merged")
+    changed.merge_and_unload().save_pretrained(tmp_path / "merged")
+    for name in ("merged", "adapter"):
+        found = flatten_dict(fmt.load(tmp_path / name).params, sep="/")
+        chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(UserError, match="exists"):
+        fmt.save_adapter(tmp_path / "adapter", base, adapters, alpha=12)
+
+
+def test_adapters_that_peft_cannot_have_are_refused(saved, tmp_path):
+    base = fmt.load(saved("bart")[0])
+    pair = {"a": np.ones((2, 16, 3)), "b": np.ones((2, 3, 16))}
+    query = "encoder/layers/self_attention/query/kernel"
+    wider = {"a": np.ones((2, 24, 4)), "b": np.ones((2, 4, 16))}
+    table = {"a": np.ones((base.config.model.target_vocab_size, 3)), "b": np.ones((3, 16))}
+    for adapters, message in (
+        ({"encoder/layers/nothing/kernel": pair}, "nothing/kernel is no parameter of mbart"),
+        ({"target_embedding/embedding": table}, "is not one matrix of mbart"),
+        ({query: pair, "encoder/layers/feed_forward/output/kernel": wider}, r"the ranks \[3, 4\]"),
+    ):
+        with pytest.raises(UserError, match=message):
+            fmt.save_adapter(tmp_path / "adapter", base, adapters, alpha=1)
+    with pytest.raises(UserError, match="not of opennmt: convert the model to one of marian"):
+        fmt.save_adapter(tmp_path / "adapter", base, {query: pair}, alpha=1, family="opennmt")
+    assert not [*tmp_path.iterdir()]

@@ -24,6 +24,7 @@ from flaxformer_mt import interop
 from flaxformer_mt.config import DataConfig
 from flaxformer_mt.data.corpora.corpus import load_corpus
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
+from flaxformer_mt.decoding.sentence_decoder import longest_source
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.convert import convert
 from flaxformer_mt.interop.formats import huggingface
@@ -449,3 +450,14 @@ def test_weights_of_more_and_fewer_tokens_than_the_vocabulary(more, saved, tmp_p
         return
     bundle, _ = read("bart", tmp_path / "bart")
     assert bundle.config.model.target_vocab_size == len(tokenizer) + more
+
+
+@pytest.mark.parametrize("kind", ["bart", "m2m100"])
+def test_inputs_are_as_long_as_the_positions_that_a_model_has(kind, saved, tmp_path):
+    folder, published, _ = saved(kind)
+    shutil.copytree(folder, tmp_path / "long")
+    settings = hub_models.config(kind, published.config.vocab_size, max_position_embeddings=700)
+    hub_models.random_model(settings).save_pretrained(tmp_path / "long")
+    for path, longest in ((tmp_path / "long", 700), (folder, 256 if kind == "bart" else 512)):
+        config = read(kind, path)[0].config
+        assert longest_source(config.decode, [config.model]) == longest

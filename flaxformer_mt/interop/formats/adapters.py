@@ -7,6 +7,8 @@ Source: PEFT 0.21, src/peft/tuners/lora/ and src/peft/utils/save_and_load.py.
 """
 
 import collections
+import json
+import os
 import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -14,10 +16,15 @@ from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 
+from flaxformer_mt import atomic
+from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError, prefixed
 from flaxformer_mt.input_files import read_json
 from flaxformer_mt.interop import checkpoint_files
 from flaxformer_mt.interop.checkpoint_files import Tensors
+from flaxformer_mt.interop.weight_maps.family import Family
+from flaxformer_mt.interop.weight_maps.mapping import WeightMap, rules_of
+from flaxformer_mt.interop.weight_maps.validation import check_switches
 
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -54,6 +61,7 @@ class _Settings(TypedDict, total=False):
     alpha_pattern: dict[str, float] | None
     rank_pattern: dict[str, int] | None
     use_rslora: bool | None
+    use_dora: bool | None
 
 
 class _Changes(NamedTuple):
@@ -86,7 +94,7 @@ def chain(
         found.insert(0, folder)
         if base is None and not has_model(folder):
             named = _settings(folder).get("base_model_name_or_path") or "another model"
-            places = [path for path in (folder / named, Path(named)) if path.is_dir()]
+            places = [path for path in (folder / named, Path(named)) if os.path.isdir(path)]
             if not places or places[0] in found:
                 raise UserError(
                     f"{folder} is an adapter of {named}, which is not beside it: give its folder, "
@@ -131,9 +139,9 @@ def merged(
         changes = _by_tensor(found, {*tensors, *(name for names in ties for name in names)}, base)
         for names in ties:
             # PEFT changes one of the names, and leaves the others as they are.
-            if present := next((name for name in names if name in tensors), None):
-                affected = any(name in changes for name in names)
-                result |= {name: tensors[present] for name in names if affected} | dict(tensors)
+            present = next((name for name in names if name in tensors), None)
+            if present and any(name in changes for name in names):
+                result = dict.fromkeys(names, tensors[present]) | result
         for name, own in changes.items():
             if name not in result:
                 raise UserError(f"its base has no tensor {name}: it is an adapter of another model")
@@ -161,7 +169,7 @@ def _by_tensor(found: Tensors, known: Collection[str], base: str) -> dict[str, _
         whole = _WRAPPED.sub(".", _WRAPPER.sub("", whole, count=1))
         own = changes[base + whole if base + whole in known else whole]
         if is_matrix:
-            own.matrices[f"lora_{part.replace('.default', '')}"] = tensor
+            own.matrices[f"lora_{part}"] = tensor
         else:
             own.whole.append(tensor)
     return changes
@@ -186,17 +194,17 @@ def _changed(name: str, tensor: np.ndarray, changes: _Changes, settings: _Settin
     is_table = "lora_embedding_A" in matrices
     kind, end = ("lora_embedding_", "") if is_table else ("lora_", ".weight")
     factors = [matrices.pop(f"{kind}{part}{end}", np.empty(0)) for part in "BA"]
-    length = matrices.pop(
-        "lora_magnitude_vector", matrices.pop("lora_magnitude_vector.weight", None)
-    )
-    matrix = np.float64(tensor.T if is_table else tensor)
-    fits = [each.shape for each in factors] == [(len(matrix), rank), (rank, *matrix.shape[1:])]
-    if matrices or not fits or (length is not None and length.shape != matrix.shape[:1]):
+    length = matrices.pop("lora_magnitude_vector", None)
+    matrix = tensor.T if is_table else tensor
+    expected = [(len(matrix), rank), (rank, *matrix.shape[1:])]
+    lengths = [] if length is None else [length.shape]
+    fits = [each.shape for each in factors] == expected
+    if matrices or not fits or lengths != [matrix.shape[:1]] * bool(settings.get("use_dora")):
         shapes = ", ".join(f"{each} {array.shape}" for each, array in changes.matrices.items())
         raise UserError(f"{name} {tensor.shape} with r={rank} cannot be changed by {shapes}")
-    matrix += scale * np.float64(factors[0]) @ np.float64(factors[1])
+    matrix = matrix + scale * np.float64(factors[0]) @ np.float64(factors[1])
     if length is not None:
-        matrix *= (length / np.linalg.norm(matrix, axis=1))[:, None]
+        matrix = matrix * (length / np.linalg.norm(matrix, axis=1))[:, None]
     return (matrix.T if is_table else matrix).astype(tensor.dtype)
 
 
@@ -211,3 +219,49 @@ def _of_pattern(settings: Mapping[str, Any], patterns: str, default: str, module
         except re.error as error:
             raise UserError(f"{patterns} is damaged: {pattern}: {error}") from error
     return float(settings.get(default, 8))
+
+
+def write(
+    folder: Path,
+    family: Family,
+    config: TransformerConfig,
+    pairs: Mapping[str, Mapping[str, Any]],
+    alpha: float,
+    base: str,
+) -> None:
+    """Writes an adapter that PEFT loads, atomically; arguments and errors as of `save_adapter`."""
+    check_switches(family, config)
+    rules = rules_of(family, config, family.layout_of_params({}, {}))
+    tensors: dict[str, np.ndarray] = {}
+    unknown = {*pairs}
+    ranks = {np.shape(pair["b"])[-2] for pair in pairs.values()}
+    for applied in WeightMap(family, config, rules).applications():
+        path = applied.ours[0]
+        if path not in pairs:
+            continue
+        module = applied.theirs[0].removesuffix(".weight")
+        for name, part in (("A", "a"), ("B", "b")):
+            matrix = np.asarray(pairs[path][part], np.float32)
+            matrix = matrix if applied.layer is None else matrix[applied.layer]
+            written = applied.rule.to_theirs(matrix)
+            if len(applied.ours) > 1 or not np.array_equal(written[0], matrix.T):
+                raise UserError(f"{path} is not one matrix of {family.name}, as PEFT adapts them")
+            tensors[f"base_model.model.{module}.lora_{name}.weight"] = written[0]
+        unknown.discard(path)
+    for path in sorted(unknown):
+        raise UserError(f"{path} is no parameter of {family.name}")
+    if len(ranks) != 1:
+        raise UserError(f"the adapters have the ranks {sorted(ranks)}: PEFT has one for all")
+    modules = {name.split(".lora_")[0].removeprefix("base_model.model.") for name in tensors}
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "SEQ_2_SEQ_LM",
+        "base_model_name_or_path": base,
+        "r": ranks.pop(),
+        "lora_alpha": alpha,
+        "target_modules": sorted(modules),
+        "inference_mode": True,
+    }
+    with atomic.new_folder(folder) as partial:
+        checkpoint_files.write(partial / WEIGHTS[0], tensors)
+        (partial / CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

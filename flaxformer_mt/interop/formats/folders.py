@@ -1,7 +1,7 @@
 """What a folder is: the family that reads it, or the program that wrote it and a way to read it."""
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.input_files import read_json
@@ -15,13 +15,6 @@ WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 """The weights of a folder of Hugging Face, which may be in the shards that `INDEX` lists."""
 
 
-class _Foreign(NamedTuple):
-    patterns: tuple[str, ...]
-    """Patterns of names that all have to be there."""
-    what: str
-    advice: str
-
-
 _ORIGINAL = "convert the model that it was made from"
 _BY_TRANSFORMERS = (
     "pip install 'transformers<5' torch {needs} && python -c \"from transformers import "
@@ -30,47 +23,42 @@ _BY_TRANSFORMERS = (
 )
 _ONNX = "a graph of ONNX", f"no program makes weights of it again: {_ORIGINAL} (hf download NAME)"
 _KERAS = "a model of Keras", "copy its weights into a model of transformers, and save that"
-_FOREIGN = (
-    _Foreign(
-        ("metadata.json", "model/model.bin"),
+_FOREIGN = {
+    ("metadata.json", "model/model.bin"): (
         "a package of Argos Translate",
         f"its weights are CTranslate2's, which may be rounded: {_ORIGINAL}",
     ),
-    _Foreign(
-        ("model.bin", "*vocabulary.*"),
+    ("model.bin", "*vocabulary.*"): (
         "a model of CTranslate2",
         f"its weights are fused, and may be rounded: {_ORIGINAL}",
     ),
-    _Foreign(("model.0*.safetensors",), "a model of eole", f"{_ORIGINAL} by `eole convert`"),
-    _Foreign(
-        ("checkpoint", "target.*"),
+    ("model.0*.safetensors",): ("a model of eole", f"{_ORIGINAL} by `eole convert`"),
+    ("checkpoint", "target.*"): (
         "a checkpoint of T5X",
         "pip install 'transformers<5' t5x && python -m transformers.models.t5."
         "convert_t5x_checkpoint_to_pytorch --t5x_checkpoint_path {folder} --config_file CONFIG "
         "--pytorch_dump_path NEW",
     ),
-    _Foreign(
-        ("*.index", "*.data-00000-of-*"),
+    ("*.index", "*.data-00000-of-*"): (
         "a checkpoint of TensorFlow",
         "programs that write it, such as tensor2tensor, have no family here",
     ),
-    _Foreign(
-        ("flax_model*.msgpack",),
+    ("flax_model*.msgpack",): (
         "weights of Flax",
         _BY_TRANSFORMERS.format(needs="flax", option="from_flax"),
     ),
-    _Foreign(
-        ("tf_model*.h5",),
+    ("tf_model*.h5",): (
         "weights of TensorFlow",
         _BY_TRANSFORMERS.format(needs="tensorflow tf-keras", option="from_tf"),
     ),
-    _Foreign(("saved_model.pb",), "a SavedModel of TensorFlow", _ORIGINAL),
-    _Foreign(("*.keras",), *_KERAS),
-    _Foreign(("*.weights.h5",), *_KERAS),
-    _Foreign(("*.onnx",), *_ONNX),
-    _Foreign(("onnx/*.onnx",), *_ONNX),
-    _Foreign(("*.gguf",), "a model of llama.cpp", f"its weights may be rounded: {_ORIGINAL}"),
-)
+    ("saved_model.pb",): ("a SavedModel of TensorFlow", _ORIGINAL),
+    ("*.keras",): _KERAS,
+    ("*.weights.h5",): _KERAS,
+    ("*.onnx",): _ONNX,
+    ("onnx/*.onnx",): _ONNX,
+    ("*.gguf",): ("a model of llama.cpp", f"its weights may be rounded: {_ORIGINAL}"),
+}
+"""What folders are that cannot be read, and a way, by patterns of names that all have to match."""
 
 
 def has_weights(folder: Path) -> bool:
@@ -86,10 +74,10 @@ def require_readable(folder: Path) -> None:
     """
     if has_weights(folder):
         return
-    for found in _FOREIGN:
-        if all(any(folder.glob(pattern)) for pattern in found.patterns):
-            advice = found.advice.format(folder=folder)
-            raise UserError(f"{folder} holds {found.what}, which cannot be read: {advice}")
+    for patterns, (what, advice) in _FOREIGN.items():
+        if all(any(folder.glob(pattern)) for pattern in patterns):
+            advice = advice.format(folder=folder)
+            raise UserError(f"{folder} holds {what}, which cannot be read: {advice}")
 
 
 def family_of(folder: Path, base: Path | None = None) -> str:

@@ -73,6 +73,8 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "max_time": (),
 }  # fmt: skip
 
+_SHORTEST_SPLIT = DecodeConfig().longest_source
+
 KINDS |= {theirs: type_hints(DecodeConfig)[ours] for theirs, ours in _SAME.items()}
 _FIRST = "forced_bos_token_id"
 
@@ -108,6 +110,7 @@ def to_decode(
         "bad_word_ids": _bad_word_ids(values, model),
         "first_token": first,
         **_lengths(values, model),
+        "max_source_length": model.max_length if model.max_length > _SHORTEST_SPLIT else 0,
     }
     if not values["do_sample"]:  # `generate` ignores these, too.
         fields |= {name: getattr(DecodeConfig, name) for name in SAMPLING_FIELDS}
