@@ -246,6 +246,7 @@ WEIGHT_FORMS = {
     "float16": functools.partial(in_dtype, torch.float16),
     "of DataParallel": functools.partial(with_prefix, "module."),
     "of Lightning, compiled": functools.partial(with_prefix, "model._orig_mod."),
+    "of PEFT": functools.partial(with_prefix, "base_model.model."),
     "of DataParallel, bin": functools.partial(as_bin, prefix="module."),
     "of a training checkpoint": functools.partial(as_bin, keys=["model_state_dict"]),
     "under two keys": functools.partial(as_bin, prefix="module.", keys=["model", "state_dict"]),

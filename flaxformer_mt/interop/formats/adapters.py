@@ -202,7 +202,8 @@ def _changed(name: str, tensor: np.ndarray, changes: _Changes, settings: _Settin
     if matrices or not fits or lengths != [matrix.shape[:1]] * bool(settings.get("use_dora")):
         shapes = ", ".join(f"{each} {array.shape}" for each, array in changes.matrices.items())
         raise UserError(f"{name} {tensor.shape} with r={rank} cannot be changed by {shapes}")
-    matrix = matrix + scale * np.float64(factors[0]) @ np.float64(factors[1])
+    left, right = (factor.astype(np.float64) for factor in factors)
+    matrix = matrix + scale * left @ right
     if length is not None:
         matrix = matrix * (length / np.linalg.norm(matrix, axis=1))[:, None]
     return (matrix.T if is_table else matrix).astype(tensor.dtype)

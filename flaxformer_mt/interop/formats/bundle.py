@@ -123,7 +123,9 @@ def read_bundle(
     elif base is not None:
         raise UserError(f"{source} has no {adapters.CONFIG}: a base is for adapters, remove it")
     if family in READERS and (source.is_dir() or family not in FAMILIES):
-        return _call(READERS, "read", family, source, overrides, **options)  # type: ignore[no-any-return]
+        found: tuple[ModelBundle, Notes]
+        found = _call(READERS, "read", family, source, overrides, **options)
+        return found
     if not source.is_dir():
         raise UserError(f"{source} is not a folder, so it has no vocabulary: a folder is needed")
     if family != OWN:
