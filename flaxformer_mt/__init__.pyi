@@ -38,6 +38,7 @@ from .judges.judge import Judge as Judge
 from .judges.reading import metric as metric
 from .loading import Model as Model
 from .loading import load as load
+from .loading import save_adapter as save_adapter
 from .loading import save_run as save_run
 from .model.attention import KeyValue as KeyValue
 from .model.attention import MultiHeadAttention as MultiHeadAttention
