@@ -172,7 +172,7 @@ def arriving_lines(
         if lines is None:
             return
         if number == 1:
-            lines[0] = lines[0].removeprefix(codecs.BOM_UTF8)
+            check_is_text(b"".join(lines)[:_BLOCK_BYTES], Path(name))
         texts = _decoded(filter(None, lines))
         yield list(_valid((t if isinstance(t, Fault) else clean(t) for t in texts), name, number))
         number += len(lines)
