@@ -27,6 +27,7 @@ from flaxformer_mt.data.corpora.text_files import read_lines
 from flaxformer_mt.errors import UserError
 
 if TYPE_CHECKING:
+    from flaxformer_mt.decoding.doubtful_output import Doubts
     from flaxformer_mt.evaluation import MetricFunction, MetricScore
 
 TextFiles = tyro.conf.UseAppendAction[Annotated[tuple[Path, ...], tyro.conf.arg(metavar="F")]]
@@ -68,8 +69,9 @@ def evaluate(
     r"""Computes BLEU, chrF, chrF++ and TER of a run or of translations.
 
     Translates a test set with a run, or reads translations from files, or both. The metrics are
-    sacreBLEU's, with their signatures, and user-defined functions. Without --source and
-    --reference, the text is that of the run's own test split. See docs/evaluation.md.
+    sacreBLEU's, with their signatures, and user-defined functions. "doubtful" has the number of
+    translations that look wrong, such as empty ones. Without --source and --reference, the text is
+    that of the run's own test split. See docs/evaluation.md.
 
     Examples:
       flaxformer-mt evaluate --run RUN
@@ -171,15 +173,31 @@ def evaluate(
     common["sentences"] = len(test.references[0])
     options["sources"] = test.sources
     scores = evaluation.compare(systems, test.references, **options)
+    doubts = {system: _doubts(texts, test) for system, texts in systems.items()}
     if output_format == "table" or (output_format == "auto" and sys.stdout.isatty()):
-        _print_table(scores, significance)
+        _print_table(scores, significance, doubts)
         return
-    rows = [{"system": system} | _rounded(found) for system, found in scores.items()]
+    rows: list[dict[str, Any]] = [
+        {"system": system, **_rounded(found)} for system, found in scores.items()
+    ]
+    for row in rows:
+        if counts := doubts[row["system"]].counts:
+            row["doubtful"] = counts
     if len(rows) == 1:
         del rows[0]["system"]
         output.print_json(common | rows[0])
     else:
         output.print_json({**common, "systems": rows})
+
+
+def _doubts(translations: Sequence[str], test: _TestSet) -> "Doubts":
+    from flaxformer_mt.decoding.doubtful_output import Doubts
+
+    found = Doubts()
+    sources = test.sources or [None] * len(translations)
+    for texts in zip(translations, sources, test.references[0], strict=True):
+        found.add(*texts)
+    return found
 
 
 def _rounded(scores: Mapping[str, "MetricScore"]) -> dict[str, Any]:
@@ -316,7 +334,9 @@ def _translated(
 
 
 def _print_table(
-    scores: Mapping[str, Mapping[str, "MetricScore"]], significance: str | None
+    scores: Mapping[str, Mapping[str, "MetricScore"]],
+    significance: str | None,
+    doubts: Mapping[str, "Doubts"],
 ) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -339,6 +359,7 @@ def _print_table(
         notes.append("mean ± half the 95% confidence interval, of bootstrap resamples")
     if significance:
         notes.append(f"p: paired {significance} against {baseline}; * below {_SIGNIFICANT}")
+    notes += [f"{system}: {found}" for system, found in doubts.items() if found.counts]
     for note in notes:
         console.print(note, markup=False, highlight=False, soft_wrap=True)
 

@@ -54,7 +54,8 @@ def translate(
     Reads standard input (on a terminal, after a prompt) and writes standard output unless --input
     and --output name files. Each translation is printed as soon as it and all earlier ones are
     ready, even while more input is arriving. Empty lines stay empty; lines that are too long for
-    the model are translated sentence by sentence. See docs/decoding.md for the search options.
+    the model are translated sentence by sentence. A note at the end has the number of translations
+    that look wrong, such as empty ones. See docs/decoding.md for the search options.
 
     Examples:
       flaxformer-mt translate --run RUN < source.txt > translation.txt
@@ -94,6 +95,7 @@ def translate(
       checkpoint: "best" by validation, "last", or the step of a checkpoint.
       decode: Search options. Their defaults are those of the run.
     """
+    from flaxformer_mt.decoding.doubtful_output import Doubts
     from flaxformer_mt.decoding.line_format import LineFormat, translate_lines
     from flaxformer_mt.decoding.translator import Translator, window_characters
 
@@ -141,8 +143,11 @@ def translate(
         groups = _after(groups, done)
         if input_file is None and stream.isatty():
             groups = output.prompted(groups, "type a sentence; Ctrl-D ends")
-        for line in translate_lines(translator, groups, form, name, advance, done):
+        doubts = Doubts()
+        for line in translate_lines(translator, groups, form, name, advance, done, doubts):
             write([line])
+    if doubts.counts:
+        output.print_note(str(doubts))
 
 
 def _after(groups: Iterable[list[str]], done: int) -> Iterator[list[str]]:
