@@ -30,7 +30,7 @@ FAMILIES: dict[str, Family] = {
         opennmt.FAMILY,
         mbart.FAMILY,
         mbart.M2M100,
-        mbart.PEGASUS,
+        marian.PEGASUS,
         fsmt.FAMILY,
         t5.FAMILY,
         t5.UMT5,

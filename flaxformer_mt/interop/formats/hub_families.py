@@ -82,19 +82,16 @@ def _fairseq_like(model: TransformerConfig, kept: Settings) -> dict[str, Any]:
     return {
         "decoder_attention_heads": model.num_heads,
         "activation_function": _activation(model, kept),
-        "tie_word_embeddings": model.shares_target_and_output,
+        # transformers ties tables that a file has once, and never those that differ in it.
+        "tie_word_embeddings": kept.get("tie_word_embeddings", model.tie_embeddings == "all"),
     }
 
 
 def _marian(model: TransformerConfig, kept: Settings) -> dict[str, Any]:
-    shared = model.shares_source_and_target
-    return _fairseq_like(model, kept) | {"share_encoder_decoder_embeddings": shared}
-
-
-def _fsmt(model: TransformerConfig, kept: Settings) -> dict[str, Any]:
-    # transformers ties all tables or none; those that are equal need not be tied.
-    ties = model.tie_embeddings == "all" and kept.get("tie_word_embeddings", not kept)
-    return _fairseq_like(model, kept) | {"tie_word_embeddings": ties}
+    return _fairseq_like(model, kept) | {
+        "tie_word_embeddings": model.shares_target_and_output,
+        "share_encoder_decoder_embeddings": model.shares_source_and_target,
+    }
 
 
 def _t5(model: TransformerConfig, kept: Settings) -> dict[str, Any]:
@@ -203,7 +200,7 @@ HUB_FAMILIES = {
             },
         ),
         _hub_family_like_fairseq(
-            family=mbart.PEGASUS,
+            family=marian.PEGASUS,
             architectures={"pegasus": "PegasusForConditionalGeneration"},
             defaults={
                 **_FAIRSEQ_DEFAULTS,
@@ -220,7 +217,6 @@ HUB_FAMILIES = {
                 "tgt_vocab_size": "target_vocab_size",
                 **{name: ours for name, ours in _FAIRSEQ_SIZES.items() if name != "vocab_size"},
             },
-            others=_fsmt,
             defaults={
                 **_FAIRSEQ_DEFAULTS,
                 "tie_word_embeddings": False,
