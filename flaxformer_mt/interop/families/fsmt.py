@@ -16,6 +16,7 @@ import numpy as np
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
 from flaxformer_mt.interop.families import marian
+from flaxformer_mt.interop.families.fairseq import PAD_ID
 from flaxformer_mt.interop.families.marian import LAYERS, SOURCE, TABLES, TARGET
 from flaxformer_mt.interop.families.mbart import IGNORED
 from flaxformer_mt.interop.weight_maps import family
@@ -32,10 +33,11 @@ def _sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
 
 def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     source, output = (name if name in checkpoint.tensors else TARGET for name in (SOURCE, OUTPUT))
-    return {
-        **family.guess_tying(checkpoint, source, TARGET, output),
-        **marian.fields_of_config(checkpoint.settings),
-    }
+    fields: dict[str, Any] = family.guess_tying(checkpoint, source, TARGET, output)
+    if TABLES[0] in checkpoint.tensors:
+        padding = checkpoint.settings.get("pad_token_id", PAD_ID)
+        fields["max_length"] = checkpoint.size((TABLES[0], 0)) - padding - 1
+    return fields | marian.fields_of_config(checkpoint.settings)
 
 
 def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
