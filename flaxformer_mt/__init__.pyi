@@ -34,8 +34,11 @@ from .distributed import initialize as initialize
 from .errors import UserError as UserError
 from .experiment import train as train
 from .interruption import Interruption as Interruption
+from .judges.judge import Judge as Judge
+from .judges.reading import metric as metric
 from .loading import Model as Model
 from .loading import load as load
+from .loading import save_adapter as save_adapter
 from .loading import save_run as save_run
 from .model.attention import KeyValue as KeyValue
 from .model.attention import MultiHeadAttention as MultiHeadAttention

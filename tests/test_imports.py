@@ -113,6 +113,8 @@ ALLOWED = {
     }
     | LEAVES,
     "evaluation": {"config", "decoding"} | LEAVES,
+    "judges": {"config", "data.tokenizers", "decoding", "interop", "model", "trained_model"}
+    | LEAVES,
     "interop": {"config", "model", "runs", "presets"} | LEAVES,
     "parity": {
         "config",

@@ -31,6 +31,10 @@ def _unless(is_needed: Test, names: Iterable[str], reason: str) -> list[Relation
 
 MODEL: tuple[Relation, ...] = (
     (
+        lambda c: not c.has_inputs and not c.has_targets,
+        "{has_inputs} and {has_targets}: a model has a source, a target or both",
+    ),
+    (
         lambda c: not c.head_dim and c.d_model % c.num_heads,
         "{d_model} is not a multiple of {num_heads}: change one or set model.head_dim",
     ),
@@ -308,6 +312,10 @@ def _of_translation(name: str) -> Relation:
 
 
 EXPERIMENT: tuple[Relation, ...] = (
+    (
+        lambda c: not c.model.has_targets,
+        "{model.has_targets}: a run trains a model that has targets",
+    ),
     # Checkpoints cannot hold the parameters of no layers.
     (
         lambda c: not c.model.num_decoder_layers,

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from drawn_params import drawn_params
 from flax.core import FrozenDict
 from flax.training.train_state import TrainState as FlaxState
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -215,7 +216,7 @@ def model(tmp_path_factory):
         num_decoder_layers=1,
         **tokenizers.fields,
     )
-    return config, tokenizers, jax.jit(fmt.init, static_argnums=0)(config, jax.random.key(0))
+    return config, tokenizers, drawn_params(config)
 
 
 def test_a_saved_run_is_a_run_folder(tmp_path, model):
