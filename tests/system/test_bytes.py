@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 import flaxformer_mt as fmt
+from flaxformer_mt import presets
 from flaxformer_mt.cli import main
 from flaxformer_mt.config import CorpusConfig
 from flaxformer_mt.interop.convert import OWN, convert
 
-MODEL = fmt.TransformerConfig(
-    d_model=16, num_heads=2, d_ff=16, num_encoder_layers=1, num_decoder_layers=1
+MODEL = presets.preset(
+    "marian", d_model=16, num_heads=2, d_ff=16, num_encoder_layers=1, num_decoder_layers=1
 )
 
 
