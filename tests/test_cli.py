@@ -191,9 +191,6 @@ def test_every_line_has_one_translation(run, command):
         assert out.count("\n") == len(out.splitlines()) == len(AWKWARD)
 
 
-START = "import sys; from flaxformer_mt.cli import main; sys.exit(main())"
-
-
 def test_lines_that_are_written_to_a_pipe_are_not_held_back(tmp_path):
     path = tmp_path / "pipe"
     os.mkfifo(path)

@@ -16,6 +16,7 @@ from flaxformer_mt.cli.options import (
     DEFAULT_SEARCH,
     CheckpointChoice,
     DecodeOptions,
+    OptionalTextFile,
     RunFolders,
     load_runs,
     reject_options,
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
     from flaxformer_mt.decoding.doubtful_output import Doubts
     from flaxformer_mt.evaluation import MetricFunction, MetricScore
 
-OptionalTextFile = Annotated[Path | None, tyro.conf.arg(metavar="F")]
-"""A text file, plain or compressed."""
 TextFiles = tyro.conf.UseAppendAction[Annotated[tuple[Path, ...], tyro.conf.arg(metavar="F")]]
 """Text files: an option that may be repeated."""
 MetricNames = tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="METRIC")]]
@@ -82,7 +81,8 @@ def evaluate(
           --confidence
       flaxformer-mt evaluate --baseline old.de --hypothesis new.de \
           --hypothesis other.de --reference test.1.de --reference test.2.de
-      flaxformer-mt evaluate --run RUN --metric bleu --metric my_metrics:comet
+      flaxformer-mt evaluate --run RUN --metric bleu --metric comet=wmt22-comet-da
+      flaxformer-mt evaluate --run RUN --metric bleu --metric my_metrics:my_function
       flaxformer-mt evaluate --run RUN_1 --run RUN_2 --beam-size 8
 
     Args:
@@ -100,6 +100,7 @@ def evaluate(
         where the run's configuration says. Default: test, or valid if the run has no test split.
       output_file: Write the translations of the run to this file.
       metric: bleu, chrf, chrf++ or ter: compute only those that are named (default: all four).
+        NAME=FOLDER: also compute the learned metric of a folder, MetricX or COMET, under this name.
         MODULE:FUNCTION: also compute a user-defined function, whose module is installed or in the
         current folder. It is called with the sources, the translations and a list of lists of
         references, and returns a number, or a number for each sentence. Repeat the option for
@@ -222,13 +223,20 @@ def _require_different(baseline: Path | None, hypotheses: Sequence[Path]) -> Non
 def _metrics(
     names: Sequence[str], standard: Sequence[str]
 ) -> tuple[list[str], dict[str, "MetricFunction"]]:
-    chosen = [name for name in names if ":" not in name]
+    chosen = [name for name in names if ":" not in name and "=" not in name]
     functions: dict[str, MetricFunction] = {}
     for text in names:
-        if ":" in text:
-            name = text.rpartition(":")[2]
-            if name in (*functions, *standard):
-                raise UserError(f"--metric {text}: there is another metric {name}; rename one")
+        if text in chosen:
+            continue
+        name, is_learned, folder = text.partition("=")
+        name = name if is_learned else text.rpartition(":")[2]
+        if name in (*functions, *standard):
+            raise UserError(f"--metric {text}: there is another metric {name}; rename one")
+        if is_learned:
+            from flaxformer_mt.judges.reading import metric
+
+            functions[name] = metric(folder).mean_scores
+        else:
             functions[name] = _function(text)
     return chosen or list(standard), functions
 

@@ -28,6 +28,7 @@ from flaxformer_mt.data.corpora.text_files import arriving_lines, count_lines, d
 from flaxformer_mt.errors import UserError, shown
 from flaxformer_mt.standard_output import progress_bar
 
+MetricFolder = Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")]
 Milliseconds = Annotated[int | None, Bounds(0, 10**9), tyro.conf.arg(metavar="MS")]
 _MAX_LATENCY = 100
 
@@ -41,6 +42,8 @@ def translate(
     alignment: Literal["words", "pieces"] | None = None,
     tokens: bool = False,
     attention: bool = False,
+    rerank: MetricFolder = None,
+    mbr: MetricFolder = None,
     max_latency: Milliseconds = None,
     resume: bool = False,
     checkpoint: CheckpointChoice = "best",
@@ -61,6 +64,7 @@ def translate(
       flaxformer-mt translate --run RUN --sampling --seed 1 < source.txt
       flaxformer-mt translate --run RUN_1 --run RUN_2 < source.txt
       flaxformer-mt translate --run RUN --input source.txt --output out --resume
+      flaxformer-mt translate --run RUN --mbr-samples 32 --mbr wmt22-comet-da < source.txt
 
     Args:
       run: Run folder of the trained model. Repeat the option to decode with an ensemble of models
@@ -79,6 +83,11 @@ def translate(
       tokens: Add the token ids and the subword pieces of both sides. Requires --format jsonl.
       attention: Add the attention weights, one row of source pieces per target piece. Requires
         --format jsonl.
+      rerank: Folder of a learned metric that scores without references (MetricX, CometKiwi): the
+        best of the --mbr-samples samples, or of the hypotheses of the beam, by its score.
+      mbr: Folder of a learned metric that scores with references (MetricX, COMET): the best
+        candidate by its mean score with every candidate as the reference (minimum Bayes risk).
+        Without this option, --mbr-samples compares them by chrF.
       max_latency: Longest time in milliseconds that a line waits for others to share its batch
         (default: 100, and without a limit if the input is a regular file).
       resume: Keep what is translated beside --output until that is complete, and continue there if
@@ -91,6 +100,8 @@ def translate(
     from flaxformer_mt.decoding.translator import Translator, window_characters
 
     require_writable(output_file)
+    if rerank and mbr:
+        raise UserError("--rerank and --mbr choose translations in two ways: leave one out")
     form = LineFormat(input_format, output_format, alignment, tokens, attention)
     if resume and not (input_file and input_file.is_file() and output_file):
         raise UserError("--resume continues files: give --input and --output")
@@ -98,7 +109,14 @@ def translate(
         name = str(input_file) if input_file else "standard input"
         stream: Any = stack.enter_context(opened(input_file)) if input_file else sys.stdin.buffer
         runs = load_runs(run, checkpoint)
-        translator = Translator.from_runs(runs, decode)
+        translator: Any = Translator.from_runs(runs, decode)
+        judge = None
+        if folder := rerank or mbr:
+            from flaxformer_mt.judges.reading import metric
+            from flaxformer_mt.judges.selection import JudgedTranslator
+
+            judge = metric(folder)
+            translator = JudgedTranslator(translator, judge, "quality" if rerank else "risk")
         is_counted = resume or (sys.stderr.isatty() and stream.seekable())
         total, done = count_lines(stream, name) if is_counted else None, 0
         write: Callable[[Iterable[str]], None] = output.print_lines
@@ -108,6 +126,7 @@ def translate(
                 "models": [[shown(str(each.folder.absolute())), each.step] for each in runs],
                 "search": dataclasses.asdict(translator.decode),
                 "formats": dataclasses.asdict(form),
+                "metric": judge and [judge.signature, bool(mbr)],
             }
             lines_each = translator.decode.n_best if output_format == "text" else 1
             done, write = stack.enter_context(

@@ -89,7 +89,8 @@ def wrong_for_zh(texts: Sequence[str]) -> int:
 
 
 MetricFunction = Callable[
-    [Sequence[str] | None, Sequence[str], Sequence[Sequence[str]]], float | Sequence[float]
+    [Sequence[str] | None, Sequence[str], Sequence[Sequence[str]]],
+    float | Sequence[float] | np.ndarray,
 ]
 """(sources, hypotheses, references) -> the score of the corpus, or one score per sentence.
 
@@ -233,10 +234,13 @@ class FunctionMetric:
         return Score(self.name, float(self.values(hypotheses).mean()))
 
     def get_signature(self) -> Signature:
-        """Returns a signature that names the function."""
+        """Returns a signature that names the function, or has the `identity` of its object."""
         signature = Signature({"num_refs": len(self._references)})
         name = getattr(self._function, "__qualname__", type(self._function).__qualname__)
-        signature.update("function", f"{self._function.__module__}.{name}")
+        owner = getattr(self._function, "__self__", None)
+        known = {"function": f"{self._function.__module__}.{name}"}
+        for key, value in getattr(owner, "identity", known).items():
+            signature.update(key, value)
         signature.update("version", None)  # sacreBLEU's.
         return signature
 
