@@ -40,8 +40,8 @@ def stream_rows(
             units.parser.Parse(b"", True)
         except xml.parsers.expat.ExpatError as error:
             raise UserError(
-                f"{path} is not TMX: {error}: correct it there; or, if it has another encoding than "
-                "its first line says, convert it to UTF-8"
+                f"{path} is not TMX: {error}: correct it there; or, if it is not in the encoding "
+                "that its first line names, convert it to UTF-8"
             ) from error
         except (LookupError, ValueError) as error:  # From Python, which expat asks for encodings.
             raise UserError(
