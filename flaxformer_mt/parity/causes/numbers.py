@@ -212,6 +212,12 @@ def scaled_result(segment: Segment) -> Found:
                 "adds them unscaled"
             )
             yield segment.diagnosis("residual scale", words, a * x + b * y)
+    if not segment.select(segment.expected).any():
+        table = segment.program.looked_up(segment.number)
+        is_table = segment.number not in segment.program.data
+        what = table or ("positions" if is_table else "sub-layer")
+        words = f"{segment.site} is zero in the reference"
+        yield segment.diagnosis(f"{what} missing", words, np.zeros_like(segment.value))
     solved = segment.solve_factor(lambda scale: scale * segment.value)
     if solved is not None:
         words = f"the reference multiplies the result by {solved:.6g}, ours does not"
