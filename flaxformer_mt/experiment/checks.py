@@ -16,11 +16,9 @@ from flaxformer_mt.config import (
     TransformerConfig,
     with_vocabulary_sizes,
 )
-from flaxformer_mt.data.stream.batches import packed_shape
 from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers, read_tokenizers
-from flaxformer_mt.errors import UserError, prefixed
-from flaxformer_mt.input_files import open_regular
+from flaxformer_mt.errors import UserError
 from flaxformer_mt.model.functional import init
 from flaxformer_mt.runs import step_folders
 from flaxformer_mt.runs.folder import ACCEPT, read_config
@@ -35,8 +33,13 @@ def check_config(
     config: ExperimentConfig,
     objective: UserObjective | None = None,
     optimizer: UserOptimizer | None = None,
+    *,
+    memory: bool = False,
 ) -> None:
-    """Checks what needs only the configuration, the functions given with it, and the devices."""
+    """Checks what needs only the configuration, the functions given with it, and the devices.
+
+    `memory`: whether these devices must have what training needs at the very least.
+    """
     model, train = config.model, config.train
     if train.objective != CROSS_ENTROPY and objective is None:
         raise UserError(
@@ -46,15 +49,17 @@ def check_config(
         )
     check_precision(model)
     check_devices(config.parallel)
-    make_devices(config.parallel)
     schedule = make_schedule(config.optimizer, model.d_model, train.num_steps)
     make_optimizer(config.optimizer, schedule, optimizer)
     if train.freeze:
         # The sizes of the vocabularies are not known yet.
         initialize = functools.partial(init, with_vocabulary_sizes(model, 1, 1))
         split(jax.eval_shape(initialize, seed_key(0)), train.freeze)
-    rows, _, row_length = packed_shape(config)
-    shards = (config.parallel.num_devices or jax.device_count()) // config.parallel.tensor
+    devices = make_devices(config.parallel)
+    if memory:
+        require_training_memory(config, devices)
+    rows, row_length = config.rows_per_batch, config.data.row_lengths[1]
+    shards = len(devices.devices) // config.parallel.tensor
     if rows % (shards * train.accumulation_steps):  # Short buckets have a multiple of these rows.
         raise UserError(
             f"the {rows} rows of a batch (train.batch_tokens={train.batch_tokens} / "
@@ -63,15 +68,6 @@ def check_config(
             f"(train.accumulation_steps): make train.batch_tokens a multiple of "
             f"{shards * train.accumulation_steps * row_length}"
         )
-    if config.decode.shortlist:
-        with prefixed(f"decode.shortlist={config.decode.shortlist}: "):
-            open_regular(config.decode.shortlist).close()
-
-
-def check_memory(config: ExperimentConfig) -> None:
-    """Checks that the devices have the memory that training needs at the very least."""
-    devices = make_devices(config.parallel)
-    require_training_memory(config, devices)
 
 
 def check_one_process(option: str) -> None:
