@@ -268,7 +268,9 @@ def operand_name(segment: Segment, equation: Equation, number: int) -> str:
         return "scale"
     if equation.name not in ("add", "sub"):
         return "operand"
-    if table := program.looked_up(number):
+    others, table = [n for n in equation.inputs if n != number], program.looked_up(number)
+    is_table = [program.looked_up(n) or n not in program.data for n in others]
+    if table == "positions" or (table and all(is_table)):  # Else it is a residual.
         return table
     if number not in program.data:
         shape = segment.values[origin].shape
@@ -280,7 +282,6 @@ def operand_name(segment: Segment, equation: Equation, number: int) -> str:
         return "position bias" if is_score else "positions"
     if equation.name == "sub":
         return "operand"
-    others = [n for n in equation.inputs if n != number]
     is_read = any(program.depends(other, origin) for other in others)
     return "residual" if is_read else "sub-layer"
 
