@@ -1,4 +1,4 @@
-"""Adapters of an imported model, merged for export: W + (alpha / r) A B (LoRA, Hu et al. 2021)."""
+"""Adapters of an imported model, W + (alpha / r) A B (LoRA, Hu et al. 2021), exported to PEFT."""
 # python examples/lora.py opus-mt-en-de mine.tsv 2000
 
 import sys
@@ -58,5 +58,7 @@ with fmt.Checkpoints("runs/adapters", optimizer=optimizer) as checkpoints:  # Ad
         if position.step % 100 == 0:
             checkpoints.save(position.step, state, position)
             print(position.step, f"loss {loss:.4f}")
-params = jax.device_get(merged(model.params, jax.device_get(state["adapters"])))
+adapters = jax.device_get(state["adapters"])
+fmt.save_adapter("runs/adapter", model, adapters, alpha=alpha)  # For peft.PeftModel and fmt.load.
+params = jax.device_get(merged(model.params, adapters))
 fmt.save_run("runs/merged", config, tokenizers, params, overwrite=True)

@@ -34,8 +34,11 @@ from .distributed import initialize as initialize
 from .errors import UserError as UserError
 from .experiment import train as train
 from .interruption import Interruption as Interruption
+from .judges.judge import Judge as Judge
+from .judges.reading import metric as metric
 from .loading import Model as Model
 from .loading import load as load
+from .loading import save_adapter as save_adapter
 from .loading import save_run as save_run
 from .model.attention import KeyValue as KeyValue
 from .model.attention import MultiHeadAttention as MultiHeadAttention
@@ -77,10 +80,10 @@ from .training.devices import create as create
 from .training.devices import place as place
 from .training.hooks import Hooks as Hooks
 from .training.hooks import StepInfo as StepInfo
-from .training.parameter_roles import is_matrix as is_matrix
-from .training.parameter_roles import per_layer as per_layer
-from .training.parameter_roles import role_mask as role_mask
-from .training.parameter_roles import role_of as role_of
+from .training.parameters import is_matrix as is_matrix
+from .training.parameters import per_layer as per_layer
+from .training.parameters import role_mask as role_mask
+from .training.parameters import role_of as role_of
 from .training.reporting.console import Sample as Sample
 from .training.reporting.metrics import Writer as Writer
 from .training.reporting.trackers import Tracker as Tracker

@@ -44,12 +44,14 @@ _KINDS = {
 # Windows has no named pipes among its files, but a mode for text.
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 _GZIP_MAGIC = b"\x1f\x8b"
+_POINTER = b"version https://git-lfs."
 
 
 def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
     """Opens a regular file, or a link to one; `UserError`, without its name, for all others.
 
-    Of a URL it opens a local copy.
+    A pointer that Git LFS puts in the place of a large file is refused, too. Of a URL it opens a
+    local copy.
     """
     try:
         descriptor = os.open(local(path), _FLAGS)
@@ -63,7 +65,12 @@ def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
     if kind != stat.S_IFREG:
         os.close(descriptor)
         raise UserError(f"{_KINDS.get(kind, 'a special file')}, not a file")
-    return os.fdopen(descriptor, "rb")
+    file = os.fdopen(descriptor, "rb")
+    if file.read(len(_POINTER)) == _POINTER:
+        file.close()
+        raise UserError("a pointer of Git LFS, not the file itself: run git lfs pull in its folder")
+    file.seek(0)
+    return file
 
 
 def require_regular_files(folder: str | os.PathLike[str]) -> None:

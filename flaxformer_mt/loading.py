@@ -1,7 +1,7 @@
 """Whole models: read from folders of any kind, ready to translate, and written to run folders."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Unpack, overload
 
@@ -12,14 +12,14 @@ from flaxformer_mt.decoding.attention_weights import sentence_attention
 from flaxformer_mt.decoding.text_arguments import require_path
 from flaxformer_mt.decoding.translator import Sentence, Translator
 from flaxformer_mt.errors import UserError, shown
-from flaxformer_mt.input_files import read_json
-from flaxformer_mt.interop.formats.bundle import OWN, ModelBundle, read_bundle
+from flaxformer_mt.interop.formats import adapters as peft
+from flaxformer_mt.interop.formats import folders
+from flaxformer_mt.interop.formats.bundle import ModelBundle, read_bundle
 from flaxformer_mt.interop.formats.hub_families import HUB_FAMILIES
 from flaxformer_mt.model.functional import require_params
 from flaxformer_mt.plotting.attention_page import AttentionPicture
 from flaxformer_mt.presets import canonical_family
 from flaxformer_mt.remote.reading import local
-from flaxformer_mt.run_layout import CONFIG
 from flaxformer_mt.run_reader import Run
 from flaxformer_mt.trained_model import write_model
 
@@ -115,14 +115,16 @@ def _require_new(folder: str | Path, overwrite: bool) -> None:
         )
 
 
-def load(folder: str | Path, family: str | None = None) -> Model:
+def load(folder: str | Path, family: str | None = None, *, base: str | Path | None = None) -> Model:
     """Loads a whole model from a folder.
 
     Args:
       folder: a folder of OPUS-MT or another family of the Hugging Face Hub, a folder of Marian,
-        fairseq or OpenNMT-py, an export to JAX, or a run folder, whose best checkpoint is loaded.
-        Nothing is downloaded.
+        fairseq or OpenNMT-py, an export to JAX, a run folder, whose best checkpoint is loaded, or
+        an adapter of PEFT, which is merged into its base. Nothing is downloaded.
       family: what to read it as, as in `flaxformer-mt convert --from`; by default it is found out.
+      base: the folder of the model that an adapter changes, if it is neither beside the adapter nor
+        where the adapter's settings say.
 
     Returns:
       The model, with its vocabularies and search options; `notes` has what could not be converted.
@@ -138,36 +140,10 @@ def load(folder: str | Path, family: str | None = None) -> Model:
         raise UserError(f"{path} is a file: give the folder that has its vocabulary, too")
     if not path.is_dir():
         raise UserError(f"there is no folder {path}")
-    known = canonical_family(family) if family else _family_of(path)
-    bundle, notes = read_bundle(known, path, {})
+    origin = None if base is None else local(require_path(base, "base"), as_it_is_now=True)
+    known = canonical_family(family) if family else folders.family_of(path, origin)
+    bundle, notes = read_bundle(known, path, {}, origin)
     return Model(bundle, path, known, notes)
-
-
-def _family_of(folder: Path) -> str:
-    if not (folder / CONFIG).is_file():
-        if any(folder.glob("*.jax")):
-            return "jax"
-        if any(folder.glob("dict.*txt")):
-            return "fairseq"
-        if any(folder.glob("*.npz")) or any(folder.glob("*.bin")):
-            return "marian-native"
-        if any(folder.glob("*.pt")):
-            return "opennmt"
-        raise UserError(f"{folder} holds no model: it has no {CONFIG}, dict.txt or file of Marian")
-    kind = read_json(folder / CONFIG, dict[str, Any]).get("model_type")
-    if kind is None:
-        return OWN
-    families = {
-        architecture: name
-        for name, hub in HUB_FAMILIES.items()
-        for architecture in hub.architectures
-    }
-    if kind not in families:
-        raise UserError(
-            f"{folder / CONFIG} is of model_type={kind}, which cannot be read; there are "
-            f"{', '.join(sorted(families))}"
-        )
-    return families[kind]
 
 
 def save_run(
@@ -208,3 +184,40 @@ def save_run(
         step=step,
         replace=overwrite,
     )
+
+
+def save_adapter(
+    folder: str | Path,
+    model: Model,
+    adapters: Mapping[str, Mapping[str, Any]],
+    *,
+    alpha: float,
+    family: str | None = None,
+) -> None:
+    """Writes low-rank adapters of a model (LoRA, Hu et al. 2021) for the library PEFT.
+
+        fmt.save_adapter("runs/adapter", model, adapters, alpha=16)
+
+    `peft.PeftModel.from_pretrained` and `load` read the folder.
+
+    Args:
+      folder: the folder to create.
+      model: the base, from a folder of Hugging Face, whose path the adapter records.
+      adapters: by the path of a kernel [L, inputs, outputs], two factors: "a" [L, inputs, r] and
+        "b" [L, r, outputs]. The adapted kernel is the kernel plus alpha / r * a @ b.
+      alpha: the scale.
+      family: the family of the base; by default, the one as which it was read.
+
+    Raises:
+      UserError: the model is not of such a family, a parameter is not a matrix that PEFT adapts,
+        the ranks differ, or the folder exists or cannot be written.
+    """
+    known = canonical_family(family or model.family)
+    if known not in HUB_FAMILIES:
+        raise UserError(
+            f"PEFT adapts models of Hugging Face, not of {known}: convert the model to one of "
+            f"{', '.join(HUB_FAMILIES)}, and give family="
+        )
+    config = model.tokenizers.with_sizes(model.config.model)
+    path = require_path(folder, "folder")
+    peft.write(path, HUB_FAMILIES[known].family, config, adapters, alpha, str(model.folder))

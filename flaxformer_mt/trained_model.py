@@ -22,10 +22,12 @@ from flaxformer_mt.errors import UserError
 from flaxformer_mt.memory_limits import LESS_ON_DEVICE, explained_exhaustion
 from flaxformer_mt.model.functional import parameter_shapes, with_layer_options
 from flaxformer_mt.run_layout import CONFIG, TOKENIZER, CheckpointSelector
-from flaxformer_mt.runs import changes, data_file
+from flaxformer_mt.runs import data_file
 from flaxformer_mt.runs.folder import (
+    described_change,
     read_config,
     read_fingerprints,
+    read_history,
     require_only_written,
     write_run,
 )
@@ -63,9 +65,6 @@ def load_run(folder: str | Path, checkpoint: CheckpointSelector = "best") -> Tra
     check = functools.partial(_check_shapes, Path(folder), config, tokenizers)
     with explained_exhaustion("loading the model", LESS_ON_DEVICE):
         step, params = restore_params(folder, checkpoint, check)
-    for path, leaf in flatten_dict(params, sep="/").items():
-        if not np.issubdtype(leaf.dtype, np.floating) and leaf.dtype.name != "bfloat16":
-            raise UserError(f"{folder}: parameter {path} of step {step} is {leaf.dtype}")
     return TrainedModel(config, params, tokenizers, step, Path(folder))
 
 
@@ -158,8 +157,8 @@ def describe_run(
         },
         "hold_out": data_file.read(folder).get(data_file.HOLD_OUT),
         "changes": [
-            f"after step {entry['step']}: {changes.described(entry)}"
-            for entry in changes.read(folder)
+            f"after step {entry['step']}: {described_change(entry)}"
+            for entry in read_history(folder)
         ]
         or None,
         "config": configuration.to_dict(run.config),

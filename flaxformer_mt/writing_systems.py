@@ -29,6 +29,7 @@ _LONGEST_WORD = 6
 _LETTERS_PER_WORD = 2, 4
 """Of Chinese and Japanese, and of the alphabetic scripts; about the mean of their words."""
 _IDEOGRAPHIC = re.compile(f"[{HAN}{_KANA_AND_OTHERS}]")
+_SPACED_WORD = re.compile(r"[^ \t]+")
 _SEQUENCE = re.compile(f"[{LETTERS}]+")
 
 
@@ -70,6 +71,14 @@ def is_unsegmented(text: str) -> bool:
         return False
     count = len(text.split())
     return count == 1 or len(_LETTER.findall(text)) > _LONGEST_WORD * count
+
+
+def spaced_words(text: str) -> list[str]:
+    """Returns the words that links of alignments number: what is between spaces and tabs.
+
+    Other spaces, such as U+00A0 in numbers, are part of a word, as in fast_align and Moses.
+    """
+    return _SPACED_WORD.findall(text)
 
 
 def is_boundary(before: str, after: str) -> bool:

@@ -185,6 +185,11 @@ def pytest_collection_modifyitems(items):
             assert not ids, f"{test}: slow_except names parameters that do not exist: {ids}"
 
 
+def pytest_collection_finish():
+    """Spares garbage collections all that was imported, which stays until the end."""
+    gc.freeze()
+
+
 _teardowns = itertools.count(1)
 
 

@@ -78,7 +78,8 @@ def test_translate_keeps_line_structure(run, command):
     assert expected[3] == ""
     for text in ("\n".join(LINES) + "\n", "\n".join(LINES), "\r\n".join(LINES) + "\r\n"):
         code, out, err = command("translate", "--run", run, stdin=text.encode())
-        assert (code, err) == (0, "")
+        assert code == 0
+        assert re.fullmatch(r"flaxformer-mt: note: of 6 translations, \d .*\n", err)
         assert out.split("\n") == [*expected, ""]
     assert command("translate", "--run", run, stdin=b"") == (0, "", "")
 
@@ -88,7 +89,7 @@ def test_translate_reads_and_writes_files(run, command, tmp_path):
     source, output = tmp_path / "source.gz", tmp_path / "output"
     source.write_bytes(gzip.compress("\n".join(LINES).encode()))
     files = ("--input", source, "--output", output)
-    assert command("translate", "--run", run, *files) == (0, "", "")
+    assert command("translate", "--run", run, *files)[:2] == (0, "")
     assert output.read_text() == expected
     source.write_bytes(gzip.compress(b"Hund\n\xff\n"))
     assert_rejected(command("translate", "--run", run, *files), f"{source}, line 2: not UTF-8")
@@ -188,9 +189,6 @@ def test_every_line_has_one_translation(run, command):
         )  # fmt: skip
         assert (code, err) == (0, "")
         assert out.count("\n") == len(out.splitlines()) == len(AWKWARD)
-
-
-START = "import sys; from flaxformer_mt.cli import main; sys.exit(main())"
 
 
 def test_lines_that_are_written_to_a_pipe_are_not_held_back(tmp_path):

@@ -194,7 +194,7 @@ CONTINUABLE = {
 
 def test_the_roles_decide_what_a_run_is_continued_with():
     names = {f"{group}.{name}" for group, names in CONTINUABLE.items() for name in names}
-    assert names == configuration.RESUMABLE_FIELDS
+    assert names == {name for name, kind in configuration.CONTINUATIONS.items() if kind == "free"}
 
 
 # Roles and bounds.

@@ -46,6 +46,17 @@ def test_an_existing_translation(command):
     assert json.loads(out) == {"sentences": 3, **rounded(evaluate(FIRST, REFERENCES))}
 
 
+def test_translations_that_look_wrong_are_counted(command, files):
+    references = [f"Satz {number} von hier." for number in range(200)]
+    translations = [*[""] * 10, *(f"{text}...." for text in references[10:20]), *references[20:]]
+    for name, lines in {"long.de": references, "c.de": translations}.items():
+        (files / name).write_text("".join(f"{line}\n" for line in lines))
+    arguments = ("--hypothesis", "c.de", "--reference", "long.de", "--metric", "bleu")
+    assert json.loads(command(*arguments)[1])["doubtful"] == {"empty": 10, "repetitive": 10}
+    table = command(*arguments, "--format", "table")[1]
+    assert "c.de: of 200 translations, 10 are empty, 10 end in a run of one token" in table
+
+
 def test_several_systems_references_and_options(command):
     _, out, _ = command(
         "--hypothesis", "a.de", "--hypothesis", "b.de", "--reference", "test.de",

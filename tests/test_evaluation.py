@@ -323,3 +323,23 @@ def test_what_a_tokenizer_needs_is_named(monkeypatch):
 def test_options_of_comparisons_are_checked(options, error, message):
     with pytest.raises(error, match=re.escape(message)):
         compare({"a": ["a"], "b": ["b"]}, ["a"], **options)
+
+
+def test_references_in_several_scripts_are_warned_of(caplog):
+    german, japanese = ["Das ist ein Satz."] * 8, ["\u3053\u308c\u306f\u6587\u3067\u3059\u3002"] * 2
+    references = [*german, *japanese]
+    assert "tok:13a" in evaluate(references, references, standard=["bleu"])["bleu_signature"]
+    assert "20% of the references are in a script without spaces" in caplog.text
+    caplog.clear()
+    references = [*japanese * 5, german[0]]
+    assert "tok:char" in evaluate(references, references, standard=["bleu"])["bleu_signature"]
+    assert not caplog.messages
+
+
+def test_what_the_tokenizer_zh_treats_wrongly_is_said(caplog):
+    texts = ["\u4f60\u597d\u4e16\u754c\u3002"] * 3
+    assert "tok:zh" in evaluate(texts, texts, standard=["bleu"])["bleu_signature"]
+    assert not caplog.messages
+    texts += ["\u4f60\u597d\u2026\u2026", "\u4f60\U00020000\U0002a6d7\u597d"]
+    evaluate(texts, texts, standard=["bleu"])
+    assert "2 of 5 references have" in caplog.text

@@ -305,7 +305,6 @@ def test_one_resolved_configuration_reaches_all_parts(begun, tmp_path):
     parts = experiment.Experiment(experiment.begin(CONFIG, str(tmp_path)))
     vocab_size = parts.dataset.tokenizers.source.vocab_size
     assert parts.config.model.source_vocab_size == vocab_size
-    assert parts.model.config == parts.config.model
     assert parts.config.data.source_row_length == parts.dataset.training.shapes[0].source_length
     assert run_folder.read_config(begun).model.source_vocab_size == 0
     # The start of a run names the possible exports, a dry run also what prevents the others.

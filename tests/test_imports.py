@@ -88,7 +88,7 @@ ALLOWED = {
         "config",
         "distributed",
         "runs.data_file",
-        "runs.identity",
+        "runs.states",
         "runs.manifest",
     }
     | LEAVES,
@@ -113,6 +113,8 @@ ALLOWED = {
     }
     | LEAVES,
     "evaluation": {"config", "decoding"} | LEAVES,
+    "judges": {"config", "data.tokenizers", "decoding", "interop", "model", "trained_model"}
+    | LEAVES,
     "interop": {"config", "model", "runs", "presets"} | LEAVES,
     "parity": {
         "config",

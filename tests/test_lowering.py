@@ -41,15 +41,8 @@ def configured(name):
 
 @pytest.mark.slow
 @needs_gpu_interpreter
-@pytest.mark.parametrize(
-    ("name", "platform"),
-    [
-        # The kernels of the others are lowered in tests/model/test_fused_attention.py.
-        pytest.param(name, platform, marks=() if name == "wmt14_en_de_base" else pytest.mark.slow)
-        for name in CONFIGS
-        for platform in DEVICES
-    ],
-)
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("platform", DEVICES)
 def test_a_step_is_lowered_with_its_kernels(name, platform, monkeypatch):
     monkeypatch.setattr(logical_axes, "_mesh_device", lambda: DEVICES[platform])
     config = configured(name)

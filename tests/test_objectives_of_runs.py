@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from drawn_params import drawn_params
 from test_experiment import CONFIG
 
 import flaxformer_mt as fmt
@@ -147,7 +148,7 @@ def test_a_frozen_tree_is_sharded_once_and_not_donated():
     config = fmt.TransformerConfig(
         source_vocab_size=16, target_vocab_size=16, d_model=16, num_heads=2, d_ff=16
     )
-    frozen = jax.device_get(jax.jit(fmt.init, static_argnums=0)(config, jax.random.key(0)))
+    frozen = jax.device_get(drawn_params(config))
     seen = []
 
     def update(state, batch, key, frozen):

@@ -25,6 +25,7 @@ def convert(
     accept: Annotated[
         tuple[str, ...], tyro.conf.arg(metavar="NAME ...", help_behavior_hint="(optional)")
     ] = (),
+    base: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
     quantization: Annotated[str | None, tyro.conf.arg(metavar="TYPE")] = None,
     no_certificate: bool = False,
     trim_vocabulary: _Texts = (),
@@ -77,6 +78,8 @@ def convert(
         `num_heads=8 norm_position=pre`.
       accept: Configuration fields in which the output may differ slightly from the input, such as
         `norm_epsilon`.
+      base: Folder of the model that INPUT, an adapter of PEFT, changes. By default it is the one
+        beside the adapter, or the one that its settings name.
       quantization: Storage type of the weights, with --to ctranslate2: float32 (the default), int8,
         int8_float32, int8_float16, int8_bfloat16, int16, float16 or bfloat16.
       no_certificate: Do not read what was written again, compare what both compute, and write the
@@ -112,6 +115,7 @@ def convert(
             add_token,
             dict(zip(add_language, like, strict=True)),
         ),
+        base=base,
     )
     for note in (*notes, *not_written(target, output_file)):
         output.print_note(note)

@@ -16,6 +16,7 @@ from flaxformer_mt.cli.options import (
     DEFAULT_SEARCH,
     CheckpointChoice,
     DecodeOptions,
+    OptionalTextFile,
     RunFolders,
     load_runs,
     reject_options,
@@ -26,10 +27,9 @@ from flaxformer_mt.data.corpora.text_files import read_lines
 from flaxformer_mt.errors import UserError
 
 if TYPE_CHECKING:
+    from flaxformer_mt.decoding.doubtful_output import Doubts
     from flaxformer_mt.evaluation import MetricFunction, MetricScore
 
-OptionalTextFile = Annotated[Path | None, tyro.conf.arg(metavar="F")]
-"""A text file, plain or compressed."""
 TextFiles = tyro.conf.UseAppendAction[Annotated[tuple[Path, ...], tyro.conf.arg(metavar="F")]]
 """Text files: an option that may be repeated."""
 MetricNames = tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="METRIC")]]
@@ -69,8 +69,9 @@ def evaluate(
     r"""Computes BLEU, chrF, chrF++ and TER of a run or of translations.
 
     Translates a test set with a run, or reads translations from files, or both. The metrics are
-    sacreBLEU's, with their signatures, and user-defined functions. Without --source and
-    --reference, the text is that of the run's own test split. See docs/evaluation.md.
+    sacreBLEU's, with their signatures, and user-defined functions. "doubtful" has the number of
+    translations that look wrong, such as empty ones. Without --source and --reference, the text is
+    that of the run's own test split. See docs/evaluation.md.
 
     Examples:
       flaxformer-mt evaluate --run RUN
@@ -80,7 +81,8 @@ def evaluate(
           --confidence
       flaxformer-mt evaluate --baseline old.de --hypothesis new.de \
           --hypothesis other.de --reference test.1.de --reference test.2.de
-      flaxformer-mt evaluate --run RUN --metric bleu --metric my_metrics:comet
+      flaxformer-mt evaluate --run RUN --metric bleu --metric comet=wmt22-comet-da
+      flaxformer-mt evaluate --run RUN --metric bleu --metric my_metrics:my_function
       flaxformer-mt evaluate --run RUN_1 --run RUN_2 --beam-size 8
 
     Args:
@@ -98,6 +100,7 @@ def evaluate(
         where the run's configuration says. Default: test, or valid if the run has no test split.
       output_file: Write the translations of the run to this file.
       metric: bleu, chrf, chrf++ or ter: compute only those that are named (default: all four).
+        NAME=FOLDER: also compute the learned metric of a folder, MetricX or COMET, under this name.
         MODULE:FUNCTION: also compute a user-defined function, whose module is installed or in the
         current folder. It is called with the sources, the translations and a list of lists of
         references, and returns a number, or a number for each sentence. Repeat the option for
@@ -170,15 +173,31 @@ def evaluate(
     common["sentences"] = len(test.references[0])
     options["sources"] = test.sources
     scores = evaluation.compare(systems, test.references, **options)
+    doubts = {system: _doubts(texts, test) for system, texts in systems.items()}
     if output_format == "table" or (output_format == "auto" and sys.stdout.isatty()):
-        _print_table(scores, significance)
+        _print_table(scores, significance, doubts)
         return
-    rows = [{"system": system} | _rounded(found) for system, found in scores.items()]
+    rows: list[dict[str, Any]] = [
+        {"system": system, **_rounded(found)} for system, found in scores.items()
+    ]
+    for row in rows:
+        if counts := doubts[row["system"]].counts:
+            row["doubtful"] = counts
     if len(rows) == 1:
         del rows[0]["system"]
         output.print_json(common | rows[0])
     else:
         output.print_json({**common, "systems": rows})
+
+
+def _doubts(translations: Sequence[str], test: _TestSet) -> "Doubts":
+    from flaxformer_mt.decoding.doubtful_output import Doubts
+
+    found = Doubts()
+    sources = test.sources or [None] * len(translations)
+    for texts in zip(translations, sources, test.references[0], strict=True):
+        found.add(*texts)
+    return found
 
 
 def _rounded(scores: Mapping[str, "MetricScore"]) -> dict[str, Any]:
@@ -204,13 +223,20 @@ def _require_different(baseline: Path | None, hypotheses: Sequence[Path]) -> Non
 def _metrics(
     names: Sequence[str], standard: Sequence[str]
 ) -> tuple[list[str], dict[str, "MetricFunction"]]:
-    chosen = [name for name in names if ":" not in name]
+    chosen = [name for name in names if ":" not in name and "=" not in name]
     functions: dict[str, MetricFunction] = {}
     for text in names:
-        if ":" in text:
-            name = text.rpartition(":")[2]
-            if name in (*functions, *standard):
-                raise UserError(f"--metric {text}: there is another metric {name}; rename one")
+        if text in chosen:
+            continue
+        name, is_learned, folder = text.partition("=")
+        name = name if is_learned else text.rpartition(":")[2]
+        if name in (*functions, *standard):
+            raise UserError(f"--metric {text}: there is another metric {name}; rename one")
+        if is_learned:
+            from flaxformer_mt.judges.reading import metric
+
+            functions[name] = metric(folder).mean_scores
+        else:
             functions[name] = _function(text)
     return chosen or list(standard), functions
 
@@ -308,7 +334,9 @@ def _translated(
 
 
 def _print_table(
-    scores: Mapping[str, Mapping[str, "MetricScore"]], significance: str | None
+    scores: Mapping[str, Mapping[str, "MetricScore"]],
+    significance: str | None,
+    doubts: Mapping[str, "Doubts"],
 ) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -331,6 +359,7 @@ def _print_table(
         notes.append("mean ± half the 95% confidence interval, of bootstrap resamples")
     if significance:
         notes.append(f"p: paired {significance} against {baseline}; * below {_SIGNIFICANT}")
+    notes += [f"{system}: {found}" for system, found in doubts.items() if found.counts]
     for note in notes:
         console.print(note, markup=False, highlight=False, soft_wrap=True)
 

@@ -25,6 +25,7 @@ RunFolders = tyro.conf.UseAppendAction[Annotated[tuple[Path, ...], tyro.conf.arg
 """The run folders of an ensemble: an option that may be repeated."""
 TextFile = Annotated[Path, tyro.conf.arg(metavar="F")]
 """A text file, plain or compressed."""
+OptionalTextFile = Annotated[Path | None, tyro.conf.arg(metavar="F")]
 DecodeOptions = tyro.conf.OmitArgPrefixes[DecodeConfig]
 """All fields of `DecodeConfig` as options without a prefix."""
 DEFAULT_SEARCH = DecodeConfig()

@@ -39,7 +39,6 @@ def parity(
     json_file: Annotated[Path | None, tyro.conf.arg(name="json", metavar="FILE")] = None,
     html: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
     junit: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
-    markdown: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
     verbose: bool = False,
 ) -> int:
     r"""Compares this implementation with a published one in PyTorch.
@@ -57,7 +56,7 @@ def parity(
       flaxformer-mt parity --family torch --checkpoint model.pt \
           --set num_heads=8 --inputs batch.npz --logits saved.npz
       flaxformer-mt parity --family tunz --steps 1000
-      flaxformer-mt parity --family all --markdown docs/parity.md
+      flaxformer-mt parity --family all --json all.json
       flaxformer-mt parity --verify exported
 
     Args:
@@ -90,8 +89,6 @@ def parity(
       json_file: Also write the report to this file as JSON.
       html: Also write the report to this file as a web page, with a plot of the optimizer steps.
       junit: Also write the report to this file as JUnit XML, with one test case per value.
-      markdown: Write the summary of "all" to this Markdown file, between its markers; the file is
-        created if it does not exist.
       verbose: Print every compared value, also in layers without differences.
     """
     if verify is not None:
@@ -104,10 +101,10 @@ def parity(
         if name in fields:
             raise UserError(f"--set {name}: both sides compute in the same dtype, give --dtype")
     tolerances = dict(map(_tolerance, tolerance))
-    require_writable(json_file, html, junit, markdown)
+    require_writable(json_file, html, junit)
     try:
         from flaxformer_mt.parity.families import check as families
-        from flaxformer_mt.parity.families import saved_files
+        from flaxformer_mt.parity.families import saved_values
         from flaxformer_mt.parity.reports import baseline as baselines
         from flaxformer_mt.parity.reports import family_summary
     except ImportError as error:
@@ -119,8 +116,6 @@ def parity(
             html=html, junit=junit, script=script or None, tables=tables, baseline=baseline,
             tolerance=tolerance or None,
         )  # fmt: skip
-        if markdown:
-            family_summary.read_document(markdown)  # Fails before the comparisons, not after.
         with output.status_line() as announce:
             table = family_summary.check_all(
                 size=size or "toy",
@@ -129,13 +124,8 @@ def parity(
                 announce=announce,
                 **fields,
             )
-        if markdown:
-            document = family_summary.read_document(markdown)
-            text = family_summary.with_table(document, table.to_markdown())
-            atomic.write_text(markdown, text)
         return _report(table, json_file, verbose)
 
-    reject_options("--family all", markdown=markdown)
     if script:
         output.print_lines([families.saving_script(family, checkpoint, **fields)])
         return 0
@@ -148,7 +138,7 @@ def parity(
         if not (logits and inputs):
             raise UserError("--inputs and --logits belong together: give both")
         reject_options("a comparison without --logits", steps=steps, dtype=dtype)
-        saved = saved_files.read(inputs, logits)
+        saved = saved_values.read(inputs, logits)
     accepted = baselines.read_baseline(baseline) if baseline else ()
     with output.status_line() as announce:
         announce(f"{canonical_family(family)} in {dtype or 'float64'}")

@@ -1,22 +1,35 @@
-"""The command `score`: log-probabilities and alignments of given translations."""
+"""Commands on parallel text: `score` and `lexicon`."""
 
-import dataclasses
+import itertools
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
 from flaxformer_mt.cli import output
-from flaxformer_mt.cli.options import CheckpointChoice, RunFolder, TextFile, reject_options
+from flaxformer_mt.cli.options import (
+    CheckpointChoice,
+    OptionalTextFile,
+    RunFolder,
+    TextFile,
+    reject_options,
+    require_writable,
+)
 from flaxformer_mt.data.corpora.text_files import stream_parallel
+from flaxformer_mt.errors import UserError
+
+_CHUNK = 4096
 
 
 def score(
-    run: RunFolder,
     source: TextFile,
     target: TextFile,
+    run: Annotated[Path | None, tyro.conf.arg(metavar="RUN")] = None,
+    metric: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
+    reference: OptionalTextFile = None,
     checkpoint: CheckpointChoice = "best",
     normalize: Literal["none", "tokens", "search"] = "none",
     tokens: bool = False,
@@ -29,10 +42,11 @@ def score(
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
     summary: bool = False,
 ) -> None:
-    r"""Scores given translations: log-probabilities and alignments.
+    r"""Scores given translations: log-probabilities and alignments, or a learned metric.
 
-    Prints the natural log-probability of each target sentence, end token included, given its source
-    sentence. Additional columns are tab-separated.
+    With --run, prints the natural log-probability of each target sentence, end token included,
+    given its source sentence. Additional columns are tab-separated. With --metric, prints the
+    score of each target sentence by MetricX (errors: lower is better) or COMET.
 
     Examples:
       flaxformer-mt score --run RUN --source test.en --target test.de --summary
@@ -40,11 +54,16 @@ def score(
           --alignment words
       flaxformer-mt score --run RUN --source test.en --target right.de \
           --contrast wrong.de
+      flaxformer-mt score --metric wmt22-comet-da --source test.en \
+          --target hypothesis.de --reference test.de
 
     Args:
-      run: Run folder of the trained model.
       source: Text file of source sentences, one per line (compressed ones are decompressed).
       target: Text file of their translations.
+      run: Run folder of the trained model.
+      metric: Instead of --run: folder of a learned metric, MetricX or COMET. The options below
+        --reference are for --run.
+      reference: Text file of reference translations, for --metric.
       checkpoint: "best" by validation, "last", or the step of a checkpoint.
       normalize: Divisor of the log-probability. none: 1; tokens: the number of target tokens, end
         token included; search: the length penalty of the run's search, which gives its ranking
@@ -63,25 +82,38 @@ def score(
       summary: Print a single JSON object instead: the perplexity of the targets and, with
         --contrast, how often they are preferred.
     """
+    if (run is None) == (metric is None):
+        raise UserError("give --run or --metric: one of them says what scores")
+    if metric is not None:
+        given: dict[str, Any] = {
+            "normalize": normalize if normalize != "none" else None,
+            "alignment": alignment,
+        }
+        given |= {"tokens": tokens or None, "contrast": contrast or None, "json": as_json or None}
+        reject_options("--run", **given, summary=summary or None)
+        output.print_lines(_judged(metric, source, target, reference))
+        return
+    assert run is not None
+    reject_options("--metric", reference=reference)
     if summary:
         reject_options("lines without --summary", json=as_json or None)
     if contrast or summary:
         columns = {"tokens": tokens or None, "alignment": None if as_json else alignment}
         reject_options("lines without --contrast and --summary", **columns)
     if alignment is None:
-        chosen = {"alignment-layer": alignment_layer, "alignment-head": alignment_head}
-        reject_options("--alignment", **chosen)
+        layers = {"alignment-layer": alignment_layer, "alignment-head": alignment_head}
+        reject_options("--alignment", **layers)
     from rich.console import Console
     from rich.progress import track
 
     from flaxformer_mt.decoding.scoring.score_report import corpus_metrics, to_json, to_text
     from flaxformer_mt.decoding.scoring.scorer import PairScore, Scorer
+    from flaxformer_mt.decoding.translator import with_options
     from flaxformer_mt.trained_model import load_run
 
     model = load_run(run, checkpoint)
-    given: Any = {"alignment_layer": alignment_layer, "alignment_head": alignment_head}
-    given = {name: value for name, value in given.items() if value is not None}
-    decode = dataclasses.replace(model.config.decode, **given)
+    chosen = {"alignment_layer": alignment_layer, "alignment_head": alignment_head}
+    decode = with_options(model.config.decode, chosen)
     scorer = Scorer(model.config.model, model.params, model.tokenizers, decode)
     lines = stream_parallel(source, target, *contrast)
     candidates = ((line, translations) for line, *translations in lines)
@@ -102,3 +134,48 @@ def score(
         output.print_lines(json.dumps(to_json(each, value), ensure_ascii=False) for each in scored)
     else:
         output.print_lines(to_text(each, value, tokens) for each in scored)
+
+
+def _judged(folder: Path, source: Path, target: Path, reference: Path | None) -> Iterator[str]:
+    from flaxformer_mt.judges.reading import metric
+
+    judge = metric(folder)
+    files = [source, target] if reference is None else [source, target, reference]
+    lines = iter(stream_parallel(*files))
+    while chunk := list(itertools.islice(lines, _CHUNK)):
+        yield from (f"{score:.6f}" for score in judge.scores(*zip(*chunk, strict=True)))
+
+
+def lexicon(
+    run: RunFolder,
+    source: TextFile,
+    target: TextFile,
+    output_file: Annotated[Path, tyro.conf.arg(name="output", metavar="F")],
+) -> None:
+    r"""Learns a lexical table from parallel text, for --shortlist.
+
+    The table lists probable translations of each source token. `translate --shortlist` restricts
+    the output vocabulary to them, which makes decoding on CPUs faster.
+
+    Examples:
+      flaxformer-mt lexicon --run RUN --source train.en --target train.de \
+          --output lex.gz
+      flaxformer-mt translate --run RUN --shortlist lex.gz < source.txt
+
+    Args:
+      run: Run folder of the trained model, whose vocabulary is used.
+      source: Text file of source sentences, one per line (compressed ones are decompressed).
+      target: Text file of their translations.
+      output_file: Text file to write, one "target source probability" entry per line (.gz:
+        compressed).
+    """
+    from flaxformer_mt.data.tokenizers.tokenizer import evenly, read_tokenizers
+    from flaxformer_mt.decoding.shortlist import MAX_PAIRS, learn, write_table
+
+    require_writable(output_file)
+    tokenizers = read_tokenizers(run)
+    pairs = evenly(stream_parallel(source, target), MAX_PAIRS)
+    sources, targets = zip(*pairs, strict=True)
+    table = learn(tokenizers.source.encode(sources), tokenizers.target.encode(targets))
+    write_table(output_file, table, tokenizers)
+    output.print_note(f"{output_file}: {len(table):,} entries from {len(pairs):,} pairs")

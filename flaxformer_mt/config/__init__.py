@@ -11,7 +11,6 @@ from flaxformer_mt.config.data import CorpusKind as CorpusKind
 from flaxformer_mt.config.data import DataConfig as DataConfig
 from flaxformer_mt.config.decode import DecodeConfig as DecodeConfig
 from flaxformer_mt.config.experiment import CONTINUATIONS as CONTINUATIONS
-from flaxformer_mt.config.experiment import RESUMABLE_FIELDS as RESUMABLE_FIELDS
 from flaxformer_mt.config.experiment import ExperimentConfig as ExperimentConfig
 from flaxformer_mt.config.experiment import changes as changes
 from flaxformer_mt.config.experiment import differences as differences

@@ -85,7 +85,8 @@ class DataConfig(Checked):
     columns: tuple[str, ...] = option((), FieldRole.TEXT)
     """The columns of source and target, by name or by number from 1; further ones are ignored. By
     default the columns that a header names after the two languages, or else the only two columns.
-    Nested JSON members are written with a dot: translation.en."""
+    Nested JSON members are written with a dot: translation.en. A translation memory has the codes
+    of languages: en-GB fr."""
     pair_columns: tuple[str, ...] = option((), FieldRole.TEXT)
     """Columns of numbers of the training pairs, each as NAME=COLUMN. weight=COLUMN has the weight
     of each pair in the loss; the others are given to the objective, as `Batch.columns`."""
@@ -97,8 +98,9 @@ class DataConfig(Checked):
     characters. Otherwise a warning says where the first ones are."""
     # The pairs that are read are the same wherever both values read the text.
     bad_rows: Literal["error", "drop"] = option("error", FieldRole.RUNNING)
-    """What happens to malformed rows of files: text that is not UTF-8, the wrong number of columns,
-    quotes that are not closed, JSON that is damaged. drop: they are left out and reported."""
+    """What happens to malformed rows of files: text that is not UTF-8, a NUL, the wrong number of
+    columns, quotes that are not closed, JSON that is damaged. drop: they are left out and
+    reported."""
     hold_out: int = option(0, FieldRole.TEXT, lowest=0)
     """Set this many training pairs aside for validation, and as many for the test. They take the
     place of data.valid_split and data.test_split. A hash of the source chooses them, among the
@@ -131,7 +133,7 @@ class DataConfig(Checked):
     alignments: str = option("", FieldRole.RUNNING)
     """File of word alignments of the training pairs, for train.guided_alignment_weight: one line
     per pair, "0-0 1-2", source-target, both words between spaces counted from 0, as fast_align and
-    eflomal write. Empty = none."""
+    eflomal write. Other spaces, such as U+00A0, are part of a word. Empty = none."""
     mixture_temperature: float = option(1.0, FieldRole.ROWS, lowest=0.1)
     """t: a corpus of n pairs is sampled in proportion to weight * n**(1/t). 1 samples every pair of
     all corpora equally often; higher values favour small corpora; 1e9 makes all corpora equal."""
@@ -144,7 +146,8 @@ class DataConfig(Checked):
     drop_identical: bool = option(False, FieldRole.TOKENS)
     """Drop training pairs whose two sides are the same text."""
     drop_duplicates: bool = option(False, FieldRole.TOKENS)
-    """Drop training pairs that occurred before, in the same corpus or in an earlier one."""
+    """Drop training pairs that occurred before with the same tag, in the same corpus or in an
+    earlier one."""
     drop_wrong_script: bool = option(False, FieldRole.TOKENS)
     """Drop training pairs with a side that is mostly not in the script of its language."""
     drop_wrong_language: float = option(0.0, FieldRole.TOKENS, lowest=0, highest=1)

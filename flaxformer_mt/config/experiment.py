@@ -122,16 +122,13 @@ CONTINUATIONS: Mapping[str, Continuation] = {
 }
 """Of each option."""
 
-RESUMABLE_FIELDS = frozenset(name for name, kind in CONTINUATIONS.items() if kind == "free")
-"""Options with whose change a run may be continued: its parameters do not depend on them."""
-
 
 def changes(stored: ExperimentConfig, given: ExperimentConfig) -> dict[str, tuple[Any, Any]]:
     """Returns the JSON values, before and after, of options that are not free and differ."""
-    resumable = RESUMABLE_FIELDS
+    resumable = {name for name, kind in CONTINUATIONS.items() if kind == "free"}
     if stored.optimizer.schedule_has_end and not stored.optimizer.total_steps:
         # The learning rate of every step depends on the number of steps.
-        resumable = resumable - {"train.num_steps"}
+        resumable.remove("train.num_steps")
     ours, theirs = _without_paths(stored), _without_paths(given)
     return {
         f"{group}.{name}": (value, theirs[group][name])

@@ -20,8 +20,8 @@ from flaxformer_mt.config.data import CorpusConfig
 from flaxformer_mt.config.experiment import ExperimentConfig, groups
 from flaxformer_mt.config.fields import suggestion
 from flaxformer_mt.config.serialization import from_json
-from flaxformer_mt.errors import UserError, prefixed
-from flaxformer_mt.input_files import read_bytes, read_text
+from flaxformer_mt.errors import UserError
+from flaxformer_mt.input_files import open_regular
 
 _CLASSES = {kind.__name__: kind for kind in (ExperimentConfig, CorpusConfig, *groups().values())}
 _MODULE_NAME = "flaxformer_mt_configuration_file"
@@ -42,26 +42,19 @@ def load_config(path: str | Path) -> ExperimentConfig:
         if str(path) not in known:
             raise UserError(f"there is no file {path}{suggestion(path.stem, known)}")
         path = known[str(path)]
-    if path.suffix == ".json":
-        text = read_text(path)
-        with prefixed(f"{path}: "):
-            return from_json(text)
-    source = read_bytes(path)
-    folder = path.resolve().parent
-    try:
-        with _importing_from(folder), _as_module(path) as module:
-            exec(compile(source, str(path), "exec", dont_inherit=True), module.__dict__)
-            get_config = getattr(module, "get_config", None)
-            if not callable(get_config):
-                raise UserError("it defines no get_config()")
-            config = get_config()
-    except (Exception, SystemExit) as error:  # User code may raise anything.
-        raise UserError(_describe(error, path, folder)) from error
-    if not isinstance(config, ExperimentConfig):
-        raise UserError(
-            f"{path}: get_config() returns {type(config).__name__}, not ExperimentConfig"
-        )
-    return config
+    with _module_of(path) as module:
+        with open_regular(path) as file:
+            source = file.read()
+        if path.suffix == ".json":
+            return from_json(source)
+        exec(compile(source, str(path), "exec", dont_inherit=True), module.__dict__)
+        get_config = getattr(module, "get_config", None)
+        if not callable(get_config):
+            raise UserError("it defines no get_config()")
+        config = get_config()
+        if not isinstance(config, ExperimentConfig):
+            raise UserError(f"get_config() returns {type(config).__name__}, not ExperimentConfig")
+        return config
 
 
 def included() -> dict[str, Path]:
@@ -76,18 +69,27 @@ def included() -> dict[str, Path]:
 
 
 @contextlib.contextmanager
-def _importing_from(folder: Path) -> Iterator[None]:
-    """Lets code import the modules of a folder; afterwards they count as not imported.
+def _module_of(path: Path) -> Iterator[types.ModuleType]:
+    """Yields an empty module for the code of a file, to which classes of that code can refer.
 
-    Another configuration file may have neighbors of the same names.
+    Meanwhile the modules of its folder can be imported. Afterwards they count as not imported:
+    another configuration file may have neighbors of the same names.
+
+    Raises:
+      UserError: the block raised an exception, which it names with the file and the line.
     """
+    folder = path.resolve().parent
     known = {name.partition(".")[0] for name in sys.modules}
-    writes_bytecode = sys.dont_write_bytecode
+    outer = sys.modules.get(_MODULE_NAME)  # Code of one file may load another.
+    module = sys.modules[_MODULE_NAME] = types.ModuleType(_MODULE_NAME)
+    module.__file__ = str(path)
+    writes_bytecode, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # Anyone's folder.
     sys.path.insert(0, str(folder))
-    sys.dont_write_bytecode = True  # The folder may be anyone's.
     importlib.invalidate_caches()
     try:
-        yield
+        yield module
+    except (Exception, SystemExit) as error:  # User code may raise anything.
+        raise UserError(_describe(error, path, folder)) from error
     finally:
         sys.dont_write_bytecode = writes_bytecode
         with contextlib.suppress(ValueError):  # The code may have removed it.
@@ -97,25 +99,14 @@ def _importing_from(folder: Path) -> Iterator[None]:
         for name in new:
             if name.partition(".")[0] in neighbors:
                 del sys.modules[name]
+        sys.modules.pop(_MODULE_NAME, None)
+        if outer is not None:
+            sys.modules[_MODULE_NAME] = outer
 
 
 def _folder_of(module: types.ModuleType) -> Path | None:
     paths = [*getattr(module, "__path__", ()), getattr(module, "__file__", None)]
     return Path(paths[0]).parent if paths[0] else None
-
-
-@contextlib.contextmanager
-def _as_module(path: Path) -> Iterator[types.ModuleType]:
-    """Yields an empty module for the code of a file, which classes of that code can refer to."""
-    outer = sys.modules.get(_MODULE_NAME)  # Code of one file may load another.
-    module = sys.modules[_MODULE_NAME] = types.ModuleType(_MODULE_NAME)
-    module.__file__ = str(path)
-    try:
-        yield module
-    finally:
-        del sys.modules[_MODULE_NAME]
-        if outer is not None:
-            sys.modules[_MODULE_NAME] = outer
 
 
 def _describe(error: BaseException, path: Path, folder: Path) -> str:

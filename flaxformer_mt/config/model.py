@@ -57,6 +57,9 @@ class TransformerConfig(Checked):
     has_inputs: bool = option(True, FieldRole.ARCHITECTURE, FieldRole.TOKENS)
     """Whether the model has a source: False is a decoder-only language model, without encoder and
     cross-attention."""
+    has_targets: bool = option(True, FieldRole.ARCHITECTURE, FieldRole.TOKENS)
+    """Whether the model has a target: False is an encoder alone, such as XLM-R, without decoder and
+    output. It embeds text, and cannot be trained to translate."""
 
     dropout_rate: float = option(0.1, FieldRole.TRAINING, lowest=0, highest=0.99)
     """Dropout rate of each sub-layer's output, before it is added to the residual."""
@@ -81,6 +84,8 @@ class TransformerConfig(Checked):
     """Epsilon of the norms."""
     embedding_norm: bool = option(False, FieldRole.ARCHITECTURE)
     """Another norm after the embeddings, their positions and their dropout."""
+    embedding_bias: bool = option(False, FieldRole.SHAPES, FieldRole.ARCHITECTURE)
+    """A learned vector that is added to all embeddings: the one token type of RoBERTa and XLM-R."""
     final_norm: bool = option(False, FieldRole.ARCHITECTURE)
     """A norm after the last layer of each stack (pre-norm models need it)."""
 
@@ -263,7 +268,7 @@ class TransformerConfig(Checked):
         encoder_layer = attention + feed_forward + 2 * norm
         decoder_layer = feed_forward + (recurrence if self.decoder_kind == "ssru" else attention)
         decoder_layer += 2 * norm + (attention + norm if has_inputs else 0)
-        stacks = [(self.num_decoder_layers, decoder_layer)]
+        stacks = [(self.num_decoder_layers, decoder_layer)] if self.has_targets else []
         if has_inputs:
             stacks.append((self.num_encoder_layers, encoder_layer))
         total = sum(layers * layer for layers, layer in stacks)
@@ -275,9 +280,12 @@ class TransformerConfig(Checked):
         if self.position_kind == "learned":
             total += len(stacks) * (self.max_length + self.position_offset) * width
 
-        total += self.target_vocab_size * width
+        total += len(stacks) * width * self.embedding_bias
         if has_inputs and not self.shares_source_and_target:
             total += self.source_vocab_size * width
+        if not self.has_targets:
+            return total
+        total += self.target_vocab_size * width
         if not self.shares_target_and_output:
             total += self.target_vocab_size * width
         return total + self.target_vocab_size * self.output_bias
@@ -311,12 +319,14 @@ class TransformerConfig(Checked):
     @property
     def shares_source_and_target(self) -> bool:
         """Whether source and target embeddings are one table."""
-        return self.has_inputs and self.tie_embeddings in ("source_target", "all")
+        return (
+            self.has_inputs and self.has_targets and self.tie_embeddings in ("source_target", "all")
+        )
 
     @property
     def shares_target_and_output(self) -> bool:
         """Whether the output projection is the transposed target embedding."""
-        return self.tie_embeddings in ("target_output", "all")
+        return self.has_targets and self.tie_embeddings in ("target_output", "all")
 
 
 def _dense(inputs: int, outputs: int, has_bias: bool) -> int:

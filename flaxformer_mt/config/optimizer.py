@@ -67,13 +67,6 @@ class OptimizerConfig(Checked):
         """Whether the learning rate of every step depends on `total_steps`."""
         return self.schedule in ("one_cycle", "linear", "cosine", "warmup_stable_decay")
 
-    def warmup_length(self, num_steps: int) -> int:
-        """Returns w for a run of `num_steps` steps; a share is at least one and not all of them."""
-        if not self.warmup:
-            return self.warmup_steps
-        total = self.total_steps or num_steps
-        return max(1, min(round(self.warmup * total), total - 1))
-
     def without_other_warmup(self, given: Collection[str]) -> "OptimizerConfig":
         """Returns the configuration without the warm-up that is replaced if fields are given."""
         if "warmup_steps" in given:

@@ -31,6 +31,10 @@ def _unless(is_needed: Test, names: Iterable[str], reason: str) -> list[Relation
 
 MODEL: tuple[Relation, ...] = (
     (
+        lambda c: not c.has_inputs and not c.has_targets,
+        "{has_inputs} and {has_targets}: a model has a source, a target or both",
+    ),
+    (
         lambda c: not c.head_dim and c.d_model % c.num_heads,
         "{d_model} is not a multiple of {num_heads}: change one or set model.head_dim",
     ),
@@ -324,6 +328,10 @@ def _of_translation(name: str) -> Relation:
 
 
 EXPERIMENT: tuple[Relation, ...] = (
+    (
+        lambda c: not c.model.has_targets,
+        "{model.has_targets}: a run trains a model that has targets",
+    ),
     # Checkpoints cannot hold the parameters of no layers.
     (
         lambda c: not c.model.num_decoder_layers,
@@ -387,7 +395,20 @@ _DROPOUT_RATES = (
     "activation_dropout_rate",
 )
 
+ROWS: tuple[Relation, ...] = (
+    (
+        lambda c: 0 < (c.model.longest_sentence or 0) < max(c.data.row_lengths),
+        lambda c: (
+            "training rows of {} source and {} target tokens are longer than the model's table of "
+            "learned positions, model.max_length={}: set data.source_row_length and "
+            "data.target_row_length (or data.bucket_lengths), or raise model.max_length"
+        ).format(*c.data.row_lengths, c.model.longest_sentence),
+    ),
+)
+"""Of batches: rows that the model cannot take."""
+
 EFFECTS: tuple[Relation, ...] = (
+    *ROWS,
     (
         lambda c: c.data.subword_sampling and not c.model.has_inputs,
         "{data.subword_sampling} has no effect: a language model has no sources to segment",
@@ -420,4 +441,4 @@ EFFECTS: tuple[Relation, ...] = (
         "{train.r_drop} has no effect without dropout: set model.dropout_rate, or train.r_drop=0",
     ),
 )
-"""Of a new run: options that others make ineffective."""
+"""Of a new run: options that others make ineffective, and rows that the model cannot take."""

@@ -69,7 +69,7 @@ def to_json(config: ExperimentConfig, history: Sequence[Mapping[str, Any]] = ())
     return json.dumps(values, indent=2) + "\n"
 
 
-def from_json(text: str) -> ExperimentConfig:
+def from_json(text: str | bytes) -> ExperimentConfig:
     """Makes a configuration from JSON; the inverse of `to_json`. Errors as of `from_dict`."""
     with prefixed("not a configuration: "):
         values: dict[str, Any] = parse_json(text, "it", dict[str, Any])

@@ -13,7 +13,7 @@ from flaxformer_mt.data.corpora.corpus import (
     open_corpora,
     read_corpus,
 )
-from flaxformer_mt.data.corpora.entities import pairs_with_entities, warn_of_entities
+from flaxformer_mt.data.corpora.entities import notes_of, warn_of_notes
 from flaxformer_mt.data.corpora.hold_out import hold_out
 from flaxformer_mt.data.corpora.shared_text import NO_TEXT, HeldOutText
 from flaxformer_mt.data.sanity_checks import check_unknown_rate
@@ -144,7 +144,7 @@ def open_dataset(
 
     def evaluation_set(role: Role) -> EvaluationSet:
         texts = read_corpus(corpora[role])
-        warn_of_entities(texts.name, pairs_with_entities(texts.pairs()))
+        warn_of_notes(texts.name, notes_of(texts.pairs()))
         return EvaluationSet(texts, encode_corpus(texts, tokenizers, config.model))
 
     valid = evaluation_set("valid")

@@ -41,7 +41,7 @@ from flaxformer_mt.data.stream.token_store import open_stores
 from flaxformer_mt.data.stream.training_stream import TrainingStream
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError, UserTypeError
-from flaxformer_mt.runs.identity import name_of
+from flaxformer_mt.runs.states import name_of
 
 _log = logging.getLogger(__name__)
 

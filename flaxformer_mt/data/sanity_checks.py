@@ -8,9 +8,10 @@ import itertools
 import logging
 import re
 from collections.abc import Iterable, Sequence
+from typing import TypeAlias
 
 from flaxformer_mt.config import DataConfig
-from flaxformer_mt.data.corpora.corpus import Corpus
+from flaxformer_mt.data.corpora.corpus import Chunk, Corpus
 from flaxformer_mt.data.corpora.filters import PairFilter
 from flaxformer_mt.data.corpora.languages import Identifier, are_similar
 from flaxformer_mt.data.corpora.rows import location_of
@@ -26,8 +27,11 @@ from flaxformer_mt.data.stream.encoded_corpus import EncodedCorpus
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.writing_systems import has_visible
 
-_PAIRS = 500
-"""Number of leading pairs from which the languages of a corpus are identified."""
+_SECTIONS, _ROWS = 20, 25
+"""Sections of a corpus from which its languages are identified, evenly spaced, and their rows."""
+
+_WINDOWS = 4, 10
+"""Numbers of parts of the corpus that are looked at by themselves."""
 
 _PIECE_BYTES = 200
 """Letters of a piece of text whose language is identified, in bytes of UTF-8."""
@@ -99,8 +103,8 @@ def check_languages(training: Sequence[Corpus], held_out: Sequence[Corpus]) -> N
     are similar, and corpora with too little text, pass.
     """
     corpora = [*training, *held_out]
-    texts = [_pieces(corpus) for corpus in corpora]
-    if not any(map(any, texts)):
+    texts = [_sections(corpus) for corpus in corpora]
+    if not any(any(pieces) for sections in texts for _, pieces in sections):
         return  # Numbers, such as generated ones.
     try:
         found = [_languages(*each) for each in zip(corpora, texts, strict=True)]
@@ -110,8 +114,6 @@ def check_languages(training: Sequence[Corpus], held_out: Sequence[Corpus]) -> N
             "pip install 'flaxformer_mt[demo]'"
         )
         return
-    for corpus, (expected, looks) in zip(corpora, found, strict=True):
-        _check_declared(corpus, expected, looks)
     for corpus, (_, looks) in zip(training, found, strict=False):
         for other, (_, theirs) in zip(held_out, found[len(training) :], strict=True):
             if corpus.languages == other.languages and _are_swapped(looks, theirs):
@@ -122,10 +124,32 @@ def check_languages(training: Sequence[Corpus], held_out: Sequence[Corpus]) -> N
                 )
 
 
-def _pieces(corpus: Corpus) -> tuple[list[str], list[str]]:
-    """Divides the words of the first pairs, each sentence once, into pieces of enough letters."""
-    pairs = list(itertools.islice(corpus.untagged(), _PAIRS))
-    return _of_length(source for source, _ in pairs), _of_length(target for _, target in pairs)
+_Pieces: TypeAlias = tuple[list[str], list[str]]
+"""Text of the sources and of the targets, in pieces of enough letters."""
+
+
+def _sections(corpus: Corpus) -> list[tuple[str, _Pieces]]:
+    """Returns where sections of a corpus are, evenly spaced, and the pieces of their words."""
+    distance = 1
+    chunks: dict[int, Chunk] = {}
+
+    def is_wanted(number: int) -> bool:
+        return number % distance == 0
+
+    for number, chunk in enumerate(corpus.chunks(_ROWS, is_wanted)):
+        if chunk is not None and is_wanted(number):
+            chunks[number] = chunk
+        if len(chunks) > _SECTIONS:
+            distance *= 2
+            chunks = {n: kept for n, kept in chunks.items() if is_wanted(n)}
+    sections = []
+    for chunk in chunks.values():
+        pairs = list(corpus.untagged(chunk.pairs))
+        if pairs:
+            where = location_of(pairs[0], chunk.numbers[0])
+            sources, targets = zip(*pairs, strict=True)
+            sections.append((where, (_of_length(sources), _of_length(targets))))
+    return sections
 
 
 def _of_length(texts: Iterable[str]) -> list[str]:
@@ -141,19 +165,40 @@ def _of_length(texts: Iterable[str]) -> list[str]:
 
 
 def _languages(
-    corpus: Corpus, sides: tuple[list[str], list[str]]
+    corpus: Corpus, sections: Sequence[tuple[str, _Pieces]]
 ) -> tuple[Sequence[str], Sequence[str]]:
     """Returns the codes of the languages that both sides should have, and of those they are in.
 
     They are "" if the identifier does not know the language, or what a side is in is uncertain.
+
+    Raises:
+      UserError: a side is in another language, or the sides are swapped, also in a part of the
+        corpus alone.
     """
     identifier = Identifier(*corpus.languages)
-    looks = []
-    for pieces, language, code in zip(sides, corpus.languages, identifier.codes, strict=True):
-        if pieces and not code:
+    expected = identifier.codes
+    for language, code in zip(corpus.languages, expected, strict=True):
+        if not code:
             _log.info("%s: the language %r is not checked: it is unknown", corpus.name, language)
-        looks.append(_majority(list(map(identifier.identify, pieces))))
-    return identifier.codes, looks
+    votes = [[[*map(identifier.identify, side)] for side in pieces] for _, pieces in sections]
+
+    def looks_of(first: int, last: int) -> list[str]:
+        return [
+            _majority([*itertools.chain(*(v[side] for v in votes[first:last]))]) for side in (0, 1)
+        ]
+
+    looks = looks_of(0, len(votes))
+    _check_declared(corpus, expected, looks)
+    for count in _WINDOWS:
+        starts = [len(votes) * window // count for window in range(count + 1)]
+        windows = [looks_of(*ends) for ends in itertools.pairwise(starts)]
+        for start, found in zip(starts, windows, strict=False):
+            if _are_swapped(expected, found) or _are_swapped(windows[0], found):
+                raise UserError(
+                    f"{corpus.name}: the sides are swapped in a part of it, about from "
+                    f"{sections[start][0]} on: swap the columns there; or {_PASS}"
+                )
+    return expected, looks
 
 
 def _majority(votes: Sequence[tuple[str, float]]) -> str:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from flaxformer_mt.decoding.doubtful_output import Doubts
 from flaxformer_mt.decoding.scoring.alignment import AlignmentUnit, pharaoh
 from flaxformer_mt.decoding.translator import Hypothesis, Sentence, Translator
 from flaxformer_mt.errors import UserError, prefixed
@@ -45,13 +46,14 @@ def translate_lines(
     name: str,
     advance: Callable[[], object] = lambda: None,
     first: int = 0,
+    doubts: Doubts | None = None,
 ) -> Iterator[str]:
     """Yields the output lines, each as soon as all preceding input lines are translated.
 
     If fewer than `n_best` different translations of a line are found, the last one is repeated. A
     group of lines that are available together is translated completely before the next is read.
     `name` is the source of the lines, for error messages, and `first` the number of the first, from
-    0; `advance` is that of `Translator.stream`.
+    0; `advance` is that of `Translator.stream`. `doubts` counts the best translations.
 
     Raises:
       UserError: a line does not have the input format or cannot be translated.
@@ -71,6 +73,8 @@ def translate_lines(
         )
         with prefixed(f"{name}: "):
             for index, different in enumerate(found, first):
+                if doubts is not None:
+                    doubts.add(different[0].text, sentences[index - first].text)
                 # Programs that read n-best lists count lines.
                 repeated = [different[-1]] * (translator.decode.n_best - len(different))
                 yield from _lines([*different, *repeated], line_format, index)

@@ -69,6 +69,8 @@ def prepared_models(
             raise TypeError(f"config must be a TransformerConfig, not {type(config).__name__}")
         if not config.has_inputs:
             raise UserError("model.has_inputs=False: a language model has no source sentences")
+        if not config.has_targets:
+            raise UserError("model.has_targets=False: an encoder alone does not translate")
         config = tokenizers.with_sizes(config)
         require_params(config, params)
         complete.append((config, params))

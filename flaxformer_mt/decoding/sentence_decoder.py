@@ -31,7 +31,7 @@ from flaxformer_mt.decoding.sentence_splitting import Segment
 from flaxformer_mt.decoding.shortlist import Shortlist
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.memory_limits import explained_exhaustion, host_memory, require_memory
-from flaxformer_mt.writing_systems import stripped
+from flaxformer_mt.writing_systems import is_unsegmented, spaced_words, stripped
 
 ALIGNMENT_CHUNK_SIZE = 64
 """Number of segments whose translations are aligned together."""
@@ -88,6 +88,7 @@ class _TokenizedSegment(NamedTuple):
 
 
 _TAG = re.compile(r">>\S+<<|<\S+>")
+_LANGUAGE = re.compile(r">>\S+<<|<2\S+>")
 _WORD = re.compile(r"\S+")
 # The language code of an OPUS-MT model, which may be followed by the text without a space.
 _CODE = re.compile(r">>\S+?<<")
@@ -250,11 +251,20 @@ class SentenceDecoder:
         return (text[:end], tokens) if whole[: len(tokens)] == tokens else ("", [])
 
     def _is_tag(self, word: str) -> bool:
+        """Returns whether a word is one token that names a language, or a tag of the vocabulary.
+
+        Tags are one token only at the beginning of words; placeholders (`data.keep_whole`) are so
+        anywhere.
+        """
         source = self.tokenizers.source
         (tokens,) = source.encode([word])
         names = (piece.removeprefix(SPACE) for piece in source.pieces(tokens))
         ids = dict(zip(names, tokens, strict=True))
-        return word in ids and bool(_TAG.fullmatch(word) or ids[word] in source.language_ids)
+        if word not in ids or not (_TAG.fullmatch(word) or ids[word] in source.language_ids):
+            return False
+        is_language = ids[word] in source.language_ids or bool(_LANGUAGE.fullmatch(word))
+        (within,) = source.encode_parts([f"x{word}"])
+        return is_language or word not in source.pieces(within)
 
     def _source_lengths(self, texts: Sequence[str]) -> list[int]:
         return list(map(len, self.tokenizers.source.encode(texts)))
@@ -369,18 +379,30 @@ class SentenceDecoder:
         tokens = tokens[num_first:]
         attention = attention[num_first:, segment.repeated + num_added :]
         pieces = target.pieces(tokens)
-        links: Links = []
-        if self.unit is not None:
-            links = alignment.align_units(self.unit, attention, source_pieces, pieces)
-        text = hypothesis.text
-        if self.decode.copy_unknown and target.unk_id in tokens:
-            tag, _ = self._tags(segment.segment.text)
-            num_tags = len(source.encode_parts([tag])[0])  # Tags are not copied.
-            text = on_one_line(
-                alignment.copy_unknown(
-                    tokens, attention[:, num_tags:], source_pieces[num_tags:], target
-                )
+        tag, _ = self._tags(segment.segment.text)
+        num_tags = len(source.encode_parts([tag])[0])  # Tags are not copied.
+        copies = self.decode.copy_unknown and target.unk_id in tokens
+
+        def text_of(count: int) -> str:
+            """Returns the text of the first tokens."""
+            if not copies:
+                return on_one_line(target.decode([tokens[:count]])[0])
+            weights = attention[:count, num_tags:]
+            return on_one_line(
+                alignment.copy_unknown(tokens[:count], weights, source_pieces[num_tags:], target)
             )
+
+        text = text_of(len(tokens)) if copies else hypothesis.text
+        links: Links = []
+        if self.unit == "pieces":
+            links = alignment.align(attention)
+        elif self.unit == "words":
+            words = alignment.text_words(segment.segment.text, source_pieces, source)
+            printed = alignment.aligned_words(pieces)
+            if not is_unsegmented(text):
+                prefixes = [text_of(count) for count in range(1, len(tokens) + 1)]
+                printed = alignment.printed_words(prefixes, text)
+            links = alignment.align_words(attention, words, printed)
         return dataclasses.replace(
             hypothesis,
             text=text,
@@ -417,8 +439,8 @@ class SentenceDecoder:
                 num_source -= bool(num_source) and not part.after_space
                 num_target -= bool(num_target and hypothesis.pieces) and not separator
             links += [(num_source + s, num_target + t) for s, t in hypothesis.alignment]
-            num_source += self._num_units(hypothesis.source_pieces)
-            num_target += self._num_units(hypothesis.pieces)
+            num_source += self._num_units(part.text, hypothesis.source_pieces)
+            num_target += self._num_units(hypothesis.text, hypothesis.pieces)
         return Hypothesis(
             text="".join(itertools.chain(*zip(separators, texts, strict=True))),
             score=math.fsum(h.score for h in hypotheses),
@@ -429,10 +451,12 @@ class SentenceDecoder:
             alignment=links,
         )
 
-    def _num_units(self, pieces: Sequence[str]) -> int:
+    def _num_units(self, text: str, pieces: Sequence[str]) -> int:
         if self.unit == "pieces":
             return len(pieces)
-        return max(alignment.aligned_words(pieces), default=-1) + 1
+        if is_unsegmented(text):
+            return max(alignment.aligned_words(pieces), default=-1) + 1
+        return len(spaced_words(text))
 
 
 def _known(target: Tokenizer, texts: Sequence[str]) -> list[list[int]]:

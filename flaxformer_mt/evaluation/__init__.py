@@ -20,6 +20,7 @@ from flaxformer_mt.evaluation.metrics import (
     Separation,
     sacrebleu_metric,
     separation_of,
+    wrong_for_zh,
 )
 from flaxformer_mt.evaluation.metrics import MetricFunction as MetricFunction
 from flaxformer_mt.evaluation.significance import MetricScore, check_resampling, score_systems
@@ -97,8 +98,23 @@ def compare(
             "the references, which are in a script without spaces; %s, the default for them, does",
             *(given.tokenize, separation.bleu),
         )
+    if separation.is_mixed:
+        _log.warning(
+            "%.0f%% of the references are in a script without spaces, the others are not: no "
+            "tokenizer suits both; evaluate each language by itself",
+            100 * separation.spaceless,
+        )
     if given.tokenize:
         separation = dataclasses.replace(separation, bleu=given.tokenize)
+    if "bleu" in given.standard and separation.bleu == "zh":
+        wrong = wrong_for_zh(all_references[0])
+        if wrong:
+            _log.warning(
+                "BLEU: %d of %d references have '\u2026', which sacreBLEU's tokenizer zh takes for "
+                "a Chinese character, or rare ones, which it does not separate (its issue 298); "
+                "the tokenizer char separates all",
+                *(wrong, len(by_sentence)),
+            )
     metrics: dict[str, Any] = {
         name: sacrebleu_metric(name, all_references, separation, given.lowercase)
         for name in given.standard

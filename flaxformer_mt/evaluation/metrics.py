@@ -1,6 +1,7 @@
 """The metrics: those of sacreBLEU, and user-defined functions."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -19,7 +20,8 @@ DEFAULT_TOKENIZER = "13a"
 """sacreBLEU's, for languages that separate words by spaces."""
 
 _NEED_SPACES = DEFAULT_TOKENIZER, "intl", "none"
-_SPACELESS_SHARE = 0.1  # Of the sentences, with which a corpus is tokenized as one without spaces.
+_SPACELESS_SHARE = 0.3  # Of the sentences, with which a corpus is tokenized as one without spaces.
+_MIXED = 0.1  # The share of the fewer sentences above which a corpus is of both kinds.
 _HAN_FOR_BLEU = 0.9  # Share of Chinese characters from which `zh` separates everything.
 _HAN_FOR_TER = 0.2  # Japanese has about 0.4; TER's own tokenizer separates kana from them only.
 
@@ -36,6 +38,13 @@ class Separation:
     between them; or characters of all scripts without spaces."""
     has_spaces: bool = True
     """Whether spaces separate the words, as in text that is segmented."""
+    spaceless: float = 0.0
+    """Share of the sentences that are in a script without spaces."""
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether no tokenizer separates the words of all sentences."""
+        return _MIXED < self.spaceless < 1 - _MIXED
 
     def is_unsuitable(self, tokenize: str) -> bool:
         """Returns whether a tokenizer of BLEU evidently does not separate the words."""
@@ -53,18 +62,35 @@ def separation_of(texts: Sequence[str]) -> Separation:
         text for text in writing_systems.evenly_spaced(texts) if any(map(str.isalpha, text))
     ]
     spaceless = [text for text in sentences if writing_systems.is_spaceless(text)]
-    if len(spaceless) <= _SPACELESS_SHARE * len(sentences):
-        return Separation()
+    of_all = len(spaceless) / max(len(sentences), 1)
+    if of_all <= _SPACELESS_SHARE:
+        return Separation(spaceless=of_all)
     share = writing_systems.han_share(spaceless)
     return Separation(
         bleu="zh" if share >= _HAN_FOR_BLEU else "char",
         ter="asian" if share >= _HAN_FOR_TER else "characters",
         has_spaces=2 * sum(map(writing_systems.is_unsegmented, spaceless)) <= len(spaceless),
+        spaceless=of_all,
     )
 
 
+_WRONG_FOR_ZH = re.compile(
+    f"\u2026|(?![\u2e80-\u2fdf\u3000-\u303f\u3400-\u4db5\u4e00-\u9fbb\uf900-\ufad9])[{writing_systems.HAN}]"
+)
+
+
+def wrong_for_zh(texts: Sequence[str]) -> int:
+    """Returns how many texts have characters that sacreBLEU's tokenizer zh treats wrongly.
+
+    It takes "\u2026" for a Chinese character, and does not separate those of extension B and other
+    rare ones (issue 298 of sacreBLEU).
+    """
+    return sum(map(bool, map(_WRONG_FOR_ZH.search, texts)))
+
+
 MetricFunction = Callable[
-    [Sequence[str] | None, Sequence[str], Sequence[Sequence[str]]], float | Sequence[float]
+    [Sequence[str] | None, Sequence[str], Sequence[Sequence[str]]],
+    float | Sequence[float] | np.ndarray,
 ]
 """(sources, hypotheses, references) -> the score of the corpus, or one score per sentence.
 
@@ -208,10 +234,13 @@ class FunctionMetric:
         return Score(self.name, float(self.values(hypotheses).mean()))
 
     def get_signature(self) -> Signature:
-        """Returns a signature that names the function."""
+        """Returns a signature that names the function, or has the `identity` of its object."""
         signature = Signature({"num_refs": len(self._references)})
         name = getattr(self._function, "__qualname__", type(self._function).__qualname__)
-        signature.update("function", f"{self._function.__module__}.{name}")
+        owner = getattr(self._function, "__self__", None)
+        known = {"function": f"{self._function.__module__}.{name}"}
+        for key, value in getattr(owner, "identity", known).items():
+            signature.update(key, value)
         signature.update("version", None)  # sacreBLEU's.
         return signature
 

@@ -9,8 +9,24 @@ from collections.abc import Sequence
 import numpy as np
 from sacrebleu.metrics import BLEU
 
+from flaxformer_mt.config.train import TeacherForcedMetric
+
 BATCH_SIZE = 64
 """Sentences that are padded to one length for `seq2seq_acc`."""
+
+
+def metrics(
+    names: Sequence[TeacherForcedMetric],
+    predictions: Sequence[Sequence[int]],
+    targets: Sequence[Sequence[int]],
+    source_lengths: Sequence[int],
+) -> dict[str, float]:
+    """Computes the metrics of `train.teacher_forced_metrics`, by name."""
+    functions = {
+        "seq2seq_acc": lambda: seq2seq_acc(predictions, targets, source_lengths),
+        "teacher_forced_bleu": lambda: teacher_forced_bleu(predictions, targets),
+    }
+    return {name: functions[name]() for name in names}
 
 
 def seq2seq_acc(

@@ -29,7 +29,7 @@ from flaxformer_mt.experiment.fit import Experiment as Experiment
 from flaxformer_mt.experiment.fit import fit as fit
 from flaxformer_mt.experiment.rate_range import find_learning_rate as find_learning_rate
 from flaxformer_mt.experiment.report import dry_run as dry_run
-from flaxformer_mt.experiment.report import report
+from flaxformer_mt.experiment.report import print_test, report
 from flaxformer_mt.experiment.start import begin as begin
 from flaxformer_mt.experiment.start import open_folder as open_folder
 from flaxformer_mt.experiment.start import record, recorded
@@ -130,8 +130,6 @@ def train(
     console = console or make_console(
         BestEffortOutput(f"training goes on without it, and {workdir / METRICS} has all metrics")
     )
-    config = recorded(config, objective, optimizer, curriculum)
-    checks.check_memory(config)
     if publish:
         with distributed.first_process_first("published run") as is_first:
             if is_first:
@@ -150,14 +148,15 @@ def train(
             optimizer=optimizer,
             curriculum=curriculum,
             accept_changes=accept_changes,
+            memory=True,
         )
         lines = report(parts)
         print_labelled(lines, console)
         given = contextlib.nullcontext(interruption)
         with given if interruption else handle_signals() as handled:
             fit(parts, folder, console, handled, writers, hooks)
-        parts.validation.print_test(folder, console)
-        if config.model.has_inputs:  # A language model does not translate.
+        print_test(parts, folder, console)
+        if parts.config.model.has_inputs:  # A language model does not translate.
             console.print(f"translate with: flaxformer-mt translate --run {folder} < source.txt")
     return Run(workdir)
 
@@ -171,6 +170,7 @@ def prepare(
     optimizer: UserOptimizer | None = None,
     curriculum: Curriculum | None = None,
     accept_changes: bool = False,
+    memory: bool = False,
 ) -> Experiment:
     """Builds the parts of a new run, or of the run in a folder, and writes the run folder.
 
@@ -184,12 +184,13 @@ def prepare(
       optimizer: as of `train`.
       curriculum: as of `train`.
       accept_changes: as of `train`.
+      memory: whether the devices must have what training needs at the very least, as `train` does.
 
     Raises:
-      UserError: as of `train`, but for too little memory.
+      UserError: as of `train`.
     """
     config = recorded(config, objective, optimizer, curriculum)
-    checks.check_config(config, objective, optimizer, curriculum)
+    checks.check_config(config, objective, optimizer, curriculum, memory=memory)
     folder = Path(workdir)
     with distributed.first_process_first("data") as is_first:
         if not is_first:

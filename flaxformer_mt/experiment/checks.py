@@ -18,12 +18,11 @@ from flaxformer_mt.config import (
     with_vocabulary_sizes,
 )
 from flaxformer_mt.config.optimizer import KINDS
-from flaxformer_mt.data.stream.batches import packed_shape
 from flaxformer_mt.data.stream.blocks import Curriculum
+from flaxformer_mt.data.stream.placement import row_shards
 from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers, read_tokenizers
-from flaxformer_mt.errors import UserError, prefixed
-from flaxformer_mt.input_files import open_regular
+from flaxformer_mt.errors import UserError
 from flaxformer_mt.model.functional import init
 from flaxformer_mt.runs import step_folders
 from flaxformer_mt.runs.folder import ACCEPT, read_config
@@ -39,22 +38,29 @@ def check_config(
     objective: UserObjective | None = None,
     optimizer: UserOptimizer | None = None,
     curriculum: Curriculum | None = None,
+    *,
+    memory: bool = False,
 ) -> None:
-    """Checks what needs only the configuration, the functions given with it, and the devices."""
+    """Checks what needs only the configuration, the functions given with it, and the devices.
+
+    `memory`: whether these devices must have what training needs at the very least.
+    """
     model, train = config.model, config.train
     _require_function("train.objective", train.objective, CROSS_ENTROPY, objective)
     _require_function("data.curriculum", config.data.curriculum, "", curriculum)
     check_precision(model)
     check_devices(config.parallel)
-    make_devices(config.parallel)
     schedule = make_schedule(config.optimizer, model.d_model, train.num_steps)
     make_optimizer(config.optimizer, schedule, optimizer)
     if train.freeze:
         # The sizes of the vocabularies are not known yet.
         initialize = functools.partial(init, with_vocabulary_sizes(model, 1, 1))
         split(jax.eval_shape(initialize, seed_key(0)), train.freeze)
-    rows, _, row_length = packed_shape(config)
-    shards = (config.parallel.num_devices or jax.device_count()) // config.parallel.devices_per_row
+    devices = make_devices(config.parallel)
+    if memory:
+        require_training_memory(config, devices)
+    rows, row_length = config.rows_per_batch, config.data.row_lengths[1]
+    shards = row_shards(devices.mesh)
     inner = ["parallel.tensor", *(["parallel.axes"] if config.parallel.axes else [])]
     if rows % (shards * train.accumulation_steps):  # Short buckets have a multiple of these rows.
         raise UserError(
@@ -64,9 +70,6 @@ def check_config(
             f"(train.accumulation_steps): make train.batch_tokens a multiple of "
             f"{shards * train.accumulation_steps * row_length}"
         )
-    if config.decode.shortlist:
-        with prefixed(f"decode.shortlist={config.decode.shortlist}: "):
-            open_regular(config.decode.shortlist).close()
 
 
 def _require_function(name: str, value: str, built_in: str, function: Any) -> None:
@@ -75,12 +78,6 @@ def _require_function(name: str, value: str, built_in: str, function: Any) -> No
             f"{name}={value} is the name of a function: start and continue the run from Python, "
             f"with flaxformer_mt.train(config, workdir, {name.partition('.')[2]}=FUNCTION)"
         )
-
-
-def check_memory(config: ExperimentConfig) -> None:
-    """Checks that the devices have the memory that training needs at the very least."""
-    devices = make_devices(config.parallel)
-    require_training_memory(config, devices)
 
 
 def check_one_process(option: str) -> None:

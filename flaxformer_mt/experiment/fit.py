@@ -25,11 +25,12 @@ from flaxformer_mt.interruption import Interrupted, Interruption
 from flaxformer_mt.memory_limits import explained_exhaustion
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.objectives.cross_entropy import Objective
-from flaxformer_mt.runs import changes
+from flaxformer_mt.runs import folder as run_folder
 from flaxformer_mt.runs.checkpoint import Checkpoints
-from flaxformer_mt.runs.folder import with_first_schedule
-from flaxformer_mt.training import continuation, devices, loop
-from flaxformer_mt.training.devices import CompiledStep, RunDevices, make_devices, seed_key
+from flaxformer_mt.runs.metrics_file import CHANGE
+from flaxformer_mt.training import devices, loop
+from flaxformer_mt.training.continuation import adapted
+from flaxformer_mt.training.devices import CompiledStep, RunDevices, make_devices
 from flaxformer_mt.training.hooks import Hooks, SavedFirst
 from flaxformer_mt.training.objective import UserObjective, make_objective
 from flaxformer_mt.training.optimizer import UserOptimizer, make_optimizer, make_schedule
@@ -40,7 +41,7 @@ from flaxformer_mt.training.reporting.metrics import Writer
 from flaxformer_mt.training.reporting.notebook import NotebookProgress
 from flaxformer_mt.training.reporting.progress import Progress
 from flaxformer_mt.training.reporting.trackers import Tracker
-from flaxformer_mt.training.state import TrainState, create_state
+from flaxformer_mt.training.state import TrainState, abstract_state, state_maker
 from flaxformer_mt.training.step import train_step
 from flaxformer_mt.training.warm_start import WarmStart, load_teacher, start_from, with_moments
 
@@ -79,7 +80,9 @@ class Experiment:
         if start.config.model.has_inputs:
             check_search(start.config.model, start.tokenizers, start.config.decode)
         config, dataset = start.text.tokenized(start.tokenizers, self.own_curriculum)
-        return config if start.is_new else with_first_schedule(start.folder, config), dataset
+        if not start.is_new:
+            config = run_folder.with_first_schedule(start.folder, config)
+        return config, dataset
 
     @property
     def config(self) -> ExperimentConfig:
@@ -97,11 +100,6 @@ class Experiment:
         return make_devices(self.config.parallel)
 
     @functools.cached_property
-    def model(self) -> Transformer:
-        """The model, as a Flax module."""
-        return Transformer(self.config.model)
-
-    @functools.cached_property
     def schedule(self) -> optax.Schedule:
         """From the number of updates made to the learning rate."""
         if self.own_schedule is not None:
@@ -114,17 +112,10 @@ class Experiment:
         """The optimizer with its schedule."""
         return make_optimizer(self.config.optimizer, self.schedule, self.own_optimizer)
 
-    @property
-    def _make_state(self) -> Callable[[jax.Array], TrainState]:
-        return functools.partial(
-            create_state, model=self.model, optimizer=self.optimizer, config=self.config.train
-        )
-
     @functools.cached_property
     def state_shapes(self) -> TrainState:
         """The shapes, dtypes and shardings of the state."""
-        shapes = jax.eval_shape(self._make_state, seed_key(0))
-        return devices.abstract(shapes, self.devices.mesh, self.devices.rules)
+        return abstract_state(self.config, self.optimizer, self.devices)
 
     @functools.cached_property
     def validation(self) -> Validation:
@@ -137,7 +128,7 @@ class Experiment:
             return functools.partial(self.own_objective, self.config.model), self.own_frozen
         train = self.config.train
         teacher, frozen = load_teacher(train.teacher, self.dataset.tokenizers)
-        return make_objective(self.model, train, teacher), frozen
+        return make_objective(Transformer(self.config.model), train, teacher), frozen
 
     @functools.cached_property
     def train_step(self) -> Callable[..., Any]:
@@ -170,7 +161,8 @@ class Experiment:
     def initial_state(self, announce: Callable[[str], None] = print) -> TrainState:
         """Creates the state before the first step, on the devices."""
         mesh, rules, train = self.devices.mesh, self.devices.rules, self.config.train
-        state = devices.create(self._make_state, mesh, seed=train.seed, rules=rules)
+        make_state = state_maker(self.config, self.optimizer)
+        state = devices.create(make_state, mesh, seed=train.seed, rules=rules)
         params, moments = self.loaded
         if moments:
             opt_state, differing = with_moments(state.opt_state, moments)
@@ -201,23 +193,18 @@ def fit(
     several, in_notebook = jax.process_count() > 1, is_notebook()
     with contextlib.ExitStack() as stack:
         stack.enter_context(explained_exhaustion("training", _LESS_MEMORY))
-        checkpoints = stack.enter_context(
-            Checkpoints(
-                workdir, config.keep_last, config.keep_best, config.best_metric, console.print
-            )
-        )
+        kept = config.keep_last, config.keep_best, config.best_metric
+        checkpoints = stack.enter_context(Checkpoints(workdir, *kept, console.print))
         state, progress, lines = state_to_go_on_from(experiment, checkpoints, console.print)
         writers = [*trackers.default_writers(config, workdir, console.print), *writers]
-        told = [each for each in writers if isinstance(each, Tracker)]
-        told += [NotebookProgress()] if in_notebook else []
-        tracking = trackers.Trackers(told if distributed.is_main() else [], console.print)
-        display = ConsoleWriter(
-            config.num_steps,
-            Console(quiet=True) if in_notebook else console,
-            experiment.dataset.training.batches_per_epoch,
-        )
-        untracked = [each for each in writers if not isinstance(each, Tracker)]
-        all_writers = [*untracked, tracking, display] if distributed.is_main() else []
+        if in_notebook:
+            writers.append(NotebookProgress())
+        is_main = distributed.is_main()
+        tracking = trackers.Trackers(writers if is_main else [], console.print)
+        shown = Console(quiet=True) if in_notebook else console
+        epoch = experiment.dataset.training.batches_per_epoch
+        display = ConsoleWriter(config.num_steps, shown, epoch)
+        all_writers = [*tracking.others, tracking, display] if is_main else []
         experiment.compiled_step.on_compile = display.compiling
 
         def validated(params: Params, step: int) -> dict[str, Any]:
@@ -227,24 +214,22 @@ def fit(
             tracking.tell("translated", step, samples)
             return metrics
 
-        is_interrupted = stack.enter_context(
-            contextlib.nullcontext(lambda step: False)
-            if interruption is None
-            else interruption.deferred(distributed.agree if several else None, config.log_every)
-        )
-        user = SavedFirst(hooks or Hooks(), distributed.agree, config.log_every if several else 1)
         after_step = Hooks()
         after_step.add_hook(lambda info: display.after_step(info.step, info.sums))
-        after_step.add_hook(lambda info: is_interrupted(info.step))
+        if interruption is not None:
+            agree = distributed.agree if several else None
+            is_asked = stack.enter_context(interruption.deferred(agree, config.log_every))
+            after_step.add_hook(lambda info: is_asked(info.step))
+        user = SavedFirst(hooks or Hooks(), distributed.agree, config.log_every if several else 1)
         after_step.add_hook(user)
-        values = to_dict(experiment.config) | {"system": experiment.devices.facts}
-        tracking.tell("begin", workdir, values)
+        facts = {"system": experiment.devices.facts}
+        tracking.tell("begin", workdir, to_dict(experiment.config) | facts)
         with contextlib.ExitStack() as closing:
             for writer in all_writers:
                 closing.callback(writer.close)
                 writer.rewind(int(state.step))
                 for step, values in lines:
-                    writer.write(step, changes.SPLIT, values)
+                    writer.write(step, CHANGE, values)
             try:
                 loop.train(
                     state,
@@ -279,24 +264,16 @@ def state_to_go_on_from(
     that `metrics.jsonl` lacks.
     """
     latest, folder = checkpoints.latest_step(), checkpoints.run_folder
-    history = changes.read(folder)
-    lines = changes.missing_lines(folder, history, latest or 0)
+    history = run_folder.read_history(folder)
+    lines = run_folder.missing_lines(folder, history, latest or 0)
     if latest is None:
         return experiment.initial_state(announce), Progress(), lines
     pending = [each for each in history if each["step"] >= latest]
-    if not pending:
-        state, saved = checkpoints.restore(experiment.state_shapes)
-        return state, Progress.from_json(saved), lines
-    for entry in pending:
-        announce(f"changed after step {entry['step']:,}: {changes.described(entry)}")
-    if continuation.begins_epoch(pending):
-        announce("the data begin with a new epoch")
-    before = changes.before(experiment.config, pending)
-    like, own_optimizer = experiment.state_shapes, experiment.own_optimizer
-    earlier = continuation.earlier_state(before, experiment.devices, own_optimizer)
-    if not continuation.keeps_optimizer(earlier, like):
-        announce("the optimizer's state begins anew, but for its count of updates")
-    state, saved = checkpoints.restore(earlier)
-    freeze = experiment.config.train.freeze
-    state = continuation.adapted_state(state, like, experiment.optimizer, freeze)
-    return state, continuation.adapted_progress(Progress.from_json(saved), pending), lines
+    there = wanted = experiment.state_shapes
+    if pending:
+        before = run_folder.config_before(experiment.config, pending)
+        optimizer = make_optimizer(before.optimizer, experiment.schedule, experiment.own_optimizer)
+        there = abstract_state(before, optimizer, experiment.devices)
+    state, progress = checkpoints.restore_or(there, Progress())
+    optimizer, freeze = experiment.optimizer, experiment.config.train.freeze
+    return *adapted(state, progress, pending, wanted, optimizer, freeze, announce), lines

@@ -22,7 +22,7 @@ from flaxformer_mt.experiment import checks
 from flaxformer_mt.experiment.fit import Experiment
 from flaxformer_mt.experiment.report import report
 from flaxformer_mt.experiment.start import begin, recorded
-from flaxformer_mt.training.optimizer import make_schedule
+from flaxformer_mt.training.optimizer import make_schedule, warmup_length
 from flaxformer_mt.training.reporting.console import make_console, print_labelled
 
 LOWEST, HIGHEST = 1e-6, 1.0
@@ -67,8 +67,7 @@ def find_learning_rate(
     workdir, console = Path(workdir), console or make_console()
     checks.check_one_process("--find-learning-rate")
     config = recorded(config)
-    checks.check_config(config)
-    checks.check_memory(config)
+    checks.check_config(config, memory=True)
     rates = np.geomspace(LOWEST, HIGHEST, steps)
     losses: list[float] = []
     with atomic.temporary_folder() as cache:
@@ -126,6 +125,6 @@ def _highest_rate(config: ExperimentConfig) -> float:
     """Returns the peak of the schedule with a learning rate of 1; all are proportional to it."""
     optimizer = dataclasses.replace(config.optimizer, learning_rate=1.0)
     num_steps = config.train.num_steps
-    counts = jnp.arange(max(num_steps, optimizer.warmup_length(num_steps) + 1))
+    counts = jnp.arange(max(num_steps, warmup_length(optimizer, num_steps) + 1))
     schedule = make_schedule(optimizer, config.model.d_model, num_steps)
     return float(np.max(jax.vmap(schedule)(counts)))

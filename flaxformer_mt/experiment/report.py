@@ -1,5 +1,6 @@
-"""What is said about a run before its first step; a dry run says all of it, and ends there."""
+"""What is said about a run before its first step and after its last; a dry run ends in between."""
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,9 +15,9 @@ from flaxformer_mt.experiment.fit import Experiment
 from flaxformer_mt.experiment.start import begin, recorded
 from flaxformer_mt.interop.exports import exports, summary
 from flaxformer_mt.training.devices import RULES_OPTION
-from flaxformer_mt.training.memory import abstract_batch, step_cost
+from flaxformer_mt.training.memory import abstract_batch, require_training_memory, step_cost
 from flaxformer_mt.training.parameters import describe
-from flaxformer_mt.training.reporting.console import make_console, print_labelled
+from flaxformer_mt.training.reporting.console import Sample, make_console, print_labelled
 from flaxformer_mt.training.sharding import check_rules
 
 
@@ -63,6 +64,28 @@ def costs(parts: Experiment) -> Iterator[tuple[str, str]]:
         yield "step", f"one compilation for {rows}: {cost}"
 
 
+def print_test(parts: Experiment, workdir: Path, console: Console) -> None:
+    """Evaluates the best checkpoint on the test corpus, if any; prints what it gives."""
+    test, config = parts.dataset.test, parts.config
+    if test is None:
+        return
+    step, hypotheses, metrics = parts.validation.test(workdir, console.is_terminal)
+    name = test.texts.name
+    head = f"test ({name}), best checkpoint (step {step:,}): loss {metrics['loss']:.4f}"
+    if not config.model.has_inputs:
+        console.print(f"\n{head}, perplexity {metrics['perplexity']:.2f}")
+        return
+    samples = map(Sample, test.texts.sources, hypotheses, test.texts.targets)
+    for sample in itertools.islice(samples, config.train.show_translations):
+        console.print()
+        print_labelled(sample.rows(), console, width=12)
+    console.print(
+        f"\n{head}, BLEU {metrics['bleu']:.2f}, chrF {metrics['chrf']:.2f}  "
+        f"[{metrics['bleu_signature']}]",
+        soft_wrap=not console.is_terminal,  # Terminals would break lines within words.
+    )
+
+
 def dry_run(
     config: ExperimentConfig,
     workdir: str | Path,
@@ -86,7 +109,7 @@ def dry_run(
         print_labelled(report(parts), console)
         print_labelled(export_obstacles(parts), console)
         try:
-            checks.check_memory(parts.config)
+            require_training_memory(parts.config, parts.devices)
         except UserError as error:
             console.print(f"memory   {error}: training would be refused here")
         print_labelled(costs(parts), console)

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from flaxformer_mt.model.functional import with_layer_options
 from flaxformer_mt.run_layout import CACHE, CONFIG, CONTENT
 from flaxformer_mt.runs import folder as run_folder
 from flaxformer_mt.runs.data_file import HOLD_OUT, TOKENIZER
-from flaxformer_mt.runs.identity import name_of
+from flaxformer_mt.runs.states import name_of
 from flaxformer_mt.training.objective import CROSS_ENTROPY, UserObjective
 from flaxformer_mt.training.optimizer import UserOptimizer, with_optimizer
 from flaxformer_mt.training.warm_start import WarmStart
@@ -40,32 +40,25 @@ def open_folder(workdir: str | Path, announce: Callable[[str], None] = print) ->
     if not distributed.is_main():
         yield workdir
         return
-    is_new = not workdir.is_dir()
+    is_new, is_refused = not workdir.is_dir(), False
     before = set() if is_new else {path.name for path in workdir.iterdir()}
     with run_folder.locked(workdir, announce):
         try:
             yield workdir
         except UserError:
-            if not run_folder.has_trained(workdir):
-                _remove_new(workdir, before)
+            is_refused = not run_folder.has_trained(workdir)
             raise
         finally:
             is_run = (workdir / CONFIG).exists()
-            if is_new and not is_run and not has_parts(workdir / CACHE):
-                _remove_new(workdir, before)
-
-
-def _remove_new(workdir: Path, before: Collection[str]) -> None:
-    """Removes the parts of a run that were not there before, and the folder if it is empty."""
-    if CONFIG in before:
-        return
-    for name in CONTENT.difference(before):
-        # NFS keeps files that are still open, such as the lock.
-        with contextlib.suppress(OSError):
-            atomic.delete(workdir / name)
-    if not before:
-        with contextlib.suppress(OSError):
-            workdir.rmdir()
+            is_empty = is_new and not is_run and not has_parts(workdir / CACHE)
+            if CONFIG not in before and (is_refused or is_empty):
+                # NFS keeps files that are still open, such as the lock.
+                for name in CONTENT.difference(before):
+                    with contextlib.suppress(OSError):
+                        atomic.delete(workdir / name)
+                if not before:
+                    with contextlib.suppress(OSError):
+                        workdir.rmdir()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from rich.console import Console
 
 from flaxformer_mt import distributed
 from flaxformer_mt.config import ExperimentConfig
@@ -21,14 +20,13 @@ from flaxformer_mt.decoding.parameters import on_devices
 from flaxformer_mt.decoding.scoring.teacher_forcing import predict_tokens
 from flaxformer_mt.decoding.translator import Sentence, Translator, into_languages
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.evaluation import evaluate
-from flaxformer_mt.evaluation.teacher_forced import seq2seq_acc, teacher_forced_bleu
+from flaxformer_mt.evaluation import evaluate, teacher_forced
 from flaxformer_mt.memory_limits import explained_exhaustion
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.run_layout import METRICS
 from flaxformer_mt.runs.checkpoint import restore_params
 from flaxformer_mt.training.devices import RunDevices, place
-from flaxformer_mt.training.reporting.console import Sample, print_labelled, some_of
+from flaxformer_mt.training.reporting.console import Sample, some_of
 from flaxformer_mt.training.reporting.metrics import JsonLinesWriter, validate
 from flaxformer_mt.training.step import eval_step
 
@@ -69,10 +67,6 @@ class Validation:
             len(shapes),
         )
 
-    def quality(self, hypotheses: Sequence[str], references: Sequence[str]) -> dict[str, Any]:
-        """Computes BLEU, with the tokenizer for the script of the references, and chrF."""
-        return evaluate(hypotheses, references, standard=("bleu", "chrf"))
-
     def measure(self, split: str, params: Any) -> dict[str, Any]:
         """Computes loss, accuracy and perplexity of the development or test corpus."""
         batches = map(self._devices.place_batch, self._batches[split])
@@ -107,7 +101,7 @@ class Validation:
         )
         hypotheses = self.translate(params, [*sentences, *watched])
         own = hypotheses[: len(sources)]
-        quality = self.quality(own, references)
+        quality = evaluate(own, references, standard=("bleu", "chrf"))
         which = "" if len(own) == len(texts) else f"random {len(own):,} of "
         quality["translated"] = f"{which or 'all '}{len(texts):,} sentences"
         samples = [
@@ -134,11 +128,7 @@ class Validation:
 
         lines = _of_all_processes(predicted, range(len(targets)), params)
         predictions = [json.loads(line) for line in lines]
-        functions: dict[str, Callable[[], float]] = {
-            "seq2seq_acc": lambda: seq2seq_acc(predictions, targets, list(map(len, sources))),
-            "teacher_forced_bleu": lambda: teacher_forced_bleu(predictions, targets),
-        }
-        return {name: functions[name]() for name in wanted}
+        return teacher_forced.metrics(wanted, predictions, targets, list(map(len, sources)))
 
     def translate(
         self, params: Any, sources: Sequence[str | Sentence], show_progress: bool = False
@@ -166,27 +156,7 @@ class Validation:
                 test.texts.sources, [test.texts.targets], self._dataset.tokenizers.target
             )
             hypotheses = self.translate(params, sentences, show_progress)
-            metrics |= self.quality(hypotheses, references)
+            metrics |= evaluate(hypotheses, references, standard=("bleu", "chrf"))
         if distributed.is_main():
             JsonLinesWriter(Path(workdir, METRICS)).write(step, "test", metrics)
         return Tested(step, hypotheses, metrics)
-
-    def print_test(self, workdir: Path, console: Console) -> None:
-        """Evaluates the best checkpoint on the test corpus, if any; prints what it gives."""
-        if self._dataset.test is None:
-            return
-        texts = self._dataset.test.texts
-        step, hypotheses, metrics = self.test(workdir, console.is_terminal)
-        head = f"test ({texts.name}), best checkpoint (step {step:,}): loss {metrics['loss']:.4f}"
-        if not self._config.model.has_inputs:
-            console.print(f"\n{head}, perplexity {metrics['perplexity']:.2f}")
-            return
-        samples = map(Sample, texts.sources, hypotheses, texts.targets)
-        for sample in itertools.islice(samples, self._config.train.show_translations):
-            console.print()
-            print_labelled(sample.rows(), console, width=12)
-        console.print(
-            f"\n{head}, BLEU {metrics['bleu']:.2f}, chrF {metrics['chrf']:.2f}  "
-            f"[{metrics['bleu_signature']}]",
-            soft_wrap=not console.is_terminal,  # Terminals would break lines within words.
-        )

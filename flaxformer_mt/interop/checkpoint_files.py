@@ -20,8 +20,12 @@ Tensors = Mapping[str, np.ndarray]
 """Arrays by name or path."""
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+ORIGINAL = "take the model that was quantized, or save it after dequantize() of transformers"
 # Keys of a training checkpoint: of the state dict, ...
-STATE_DICT_KEYS = ("model", "state_dict", "model_state_dict")
+STATE_DICT_KEYS = (
+    "model", "state_dict", "model_state_dict", "module", "model_state", "network", "net",
+    "weights", "params",
+)  # fmt: skip
 # ... of the module that OpenNMT stores separately, ...
 MODULE_KEY = "generator"
 # ... of the training options, and of the optimizer's state (the last is fairseq's).
@@ -128,8 +132,9 @@ def read(
             "module, give its state_dict()"
         )
     content = source if isinstance(source, Mapping) else _read_file(Path(source))
-    if not any(isinstance(value, Mapping) for value in content.values()):
-        return PublishedCheckpoint(_arrays(content, ignores), {})
+    tensors = _arrays(_state_dict(content), ignores)
+    if not _is_nested(content):
+        return PublishedCheckpoint(tensors, {})
     training = {
         key: vars(value) if isinstance(value, argparse.Namespace) else value
         for key, value in content.items()
@@ -140,7 +145,7 @@ def read(
         return next(found, None)
 
     return PublishedCheckpoint(
-        _arrays(_state_dict(content), ignores),
+        tensors,
         first(SETTINGS_KEYS) or {},
         first(OPTIMIZER_KEYS),
         vocabularies=training.get("vocab"),
@@ -148,11 +153,12 @@ def read(
 
 
 def read_widened(
-    paths: Sequence[Path], ignores: Callable[[Any], bool]
+    paths: Sequence[Path], ignores: Callable[[Any], bool], is_adapter: bool = False
 ) -> tuple[dict[str, np.ndarray], str]:
     """Reads the tensors of one or more files, converting float16 and bfloat16 to float32.
 
-    Tensors of names that `ignores` accepts are left out.
+    Tensors of names that `ignores` accepts are left out. `is_adapter` says whether the files may
+    have an adapter's matrices.
 
     Returns:
       The tensors, and the dtype that most of them had in the files.
@@ -164,7 +170,7 @@ def read_widened(
     dtypes: collections.Counter[str] = collections.Counter()
     for path in paths:
         with prefixed(f"{path}: "):
-            for name, value in _read_file(path).items():
+            for name, value in _state_dict(_read_file(path), is_adapter).items():
                 if ignores(name):
                     continue
                 if name in tensors:
@@ -255,13 +261,35 @@ def _aliases(tensors: Tensors, metadata: Mapping[str, str]) -> dict[str, np.ndar
     }
 
 
-def _state_dict(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    for key in STATE_DICT_KEYS:
-        if isinstance(content.get(key), Mapping):
-            module = content.get(MODULE_KEY)
-            outside = module if isinstance(module, Mapping) else {}
-            return content[key] | {f"{MODULE_KEY}.{name}": outside[name] for name in outside}
-    raise UserError(f"no state dict under any of the keys {', '.join(STATE_DICT_KEYS)}")
+_FOREIGN = {
+    ".SCB": "8-bit weights of bitsandbytes",
+    ".absmax": "4-bit weights of bitsandbytes",
+    ".qweight": "4-bit weights of GPTQ or AWQ",
+    ".lora_": "the matrices of an adapter of PEFT, which change a base: give the adapter's folder",
+}
+"""What tensors are whose names have these parts."""
+
+
+def _is_nested(content: Mapping[Any, Any]) -> bool:
+    return any(isinstance(value, Mapping) for value in content.values())
+
+
+def _state_dict(content: Mapping[Any, Any], is_adapter: bool = False) -> Mapping[Any, Any]:
+    """Returns the tensors of a checkpoint, which may be nested, by name."""
+    while _is_nested(content):
+        found = (key for key in STATE_DICT_KEYS if isinstance(content.get(key), Mapping))
+        key = next(found, None)
+        if key is None:
+            raise UserError(f"no state dict under any of the keys {', '.join(STATE_DICT_KEYS)}")
+        module = content.get(MODULE_KEY)
+        outside = module if isinstance(module, Mapping) else {}
+        content = {**content[key], **{f"{MODULE_KEY}.{name}": outside[name] for name in outside}}
+    for part, what in _FOREIGN.items():
+        name = next((name for name in map(str, content) if part in name), None)
+        if name and not (is_adapter and part == ".lora_"):
+            original = "" if part == ".lora_" else f", which are rounded: {ORIGINAL}"
+            raise UserError(f"tensor {name} is one of {what}{original}")
+    return content
 
 
 def _arrays(content: Mapping[Any, Any], ignores: Callable[[Any], bool]) -> dict[str, np.ndarray]:
@@ -280,7 +308,8 @@ def to_numpy(name: Any, value: Any) -> np.ndarray:
         raise UserError(f"{name} is a {type(value).__name__}, not a tensor")
     dtype = str(value.dtype).removeprefix("torch.")
     if dtype not in ("float32", "float64"):
-        raise UserError(f"tensor {name} is {dtype}, but must be float32 or float64")
+        advice = f" (if it is quantized, {ORIGINAL})" if "int" in dtype or "float8" in dtype else ""
+        raise UserError(f"tensor {name} is {dtype}, but must be float32 or float64{advice}")
     try:
         return np.array(value.numpy(force=True) if hasattr(value, "detach") else value)
     except (RuntimeError, TypeError) as error:  # It is sparse or nested, or has no values ("meta").

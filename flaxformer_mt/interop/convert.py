@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flaxformer_mt import atomic, interop
+from flaxformer_mt.decoding.search.options import forbidden_token_ids
 from flaxformer_mt.errors import UserError, prefixed
 from flaxformer_mt.interop import FAMILIES, certificate
 from flaxformer_mt.interop.adaptation import adapt
@@ -58,6 +59,7 @@ def convert(
     quantization: str | None = None,
     certified: bool = True,
     vocabulary: VocabularyEdits = _UNCHANGED,
+    base: str | os.PathLike[str] | None = None,
 ) -> Notes:
     """Converts a model of one family or format to another.
 
@@ -72,6 +74,7 @@ def convert(
       certified: whether to read what was written again, and to write a certificate beside it
         (`certificate.py`); not of run folders and parameters of our own.
       vocabulary: what to remove from the vocabulary, and to add to it.
+      base: the folder of the model that an adapter, `source`, changes, if it is not beside it.
 
     Returns:
       What was changed or lost, in one line each.
@@ -82,6 +85,7 @@ def convert(
         written, is the source, or is an existing folder.
     """
     source, target = Path(source), Path(target)
+    origin = None if base is None else Path(base)
     source_family, target_family = canonical_family(source_family), canonical_family(target_family)
     _check_family("--from", source_family, {OWN, *READERS, *FAMILIES})
     _check_family("--to", target_family, {OWN, *WRITERS, *FAMILIES})
@@ -97,7 +101,7 @@ def convert(
             raise UserError(f"{target}: the output must not be the input")
         with atomic.new_file(target) as partial:
             found, written, notes = _convert_to_file(
-                source_family, target_family, source, partial, overrides, accepted
+                source_family, target_family, source, partial, overrides, accepted, origin
             )
             if certified and target_family != OWN:
                 # Sizes that are 0 follow from others.
@@ -116,7 +120,7 @@ def convert(
             f"has no such suffix{', or a .safetensors file' if target_family == OWN else ''}"
         )
     atomic.require_absent(target)  # Fails before the source is read.
-    bundle, notes = bundles.read_bundle(source_family, source, overrides)
+    bundle, notes = bundles.read_bundle(source_family, source, overrides, origin)
     with prefixed(f"{source}: "):
         bundle, changes = _with_options(bundle, vocabulary)
     notes += changes
@@ -130,7 +134,12 @@ def convert(
             notes += bundles.write_bundle(target_family, bundle, partial, accepted, **options)
         if certified:
             state = TrainingState(bundle.config.model, bundle.params, None)
-            notes += certificate.write(state, source, target_family, partial, {})
+            forbidden: tuple[int, ...] = ()
+            if target_family == "ctranslate2":
+                forbidden = forbidden_token_ids(state.config, bundle.config.decode)
+            notes += certificate.write(
+                state, source, target_family, partial, options, forbidden=forbidden
+            )
     return notes
 
 
@@ -162,11 +171,12 @@ def _convert_to_file(
     target: Path,
     overrides: Mapping[str, Any],
     accepted: Collection[str],
+    base: Path | None,
 ) -> tuple[TrainingState, TrainingState, Notes]:
     """Returns the model that was read, that which was written, and the notes."""
     notes: Notes = ()
-    if source.is_dir() or source_family not in (OWN, *FAMILIES):
-        bundle, notes = bundles.read_bundle(source_family, source, overrides)
+    if source.is_dir() or base is not None or source_family not in (OWN, *FAMILIES):
+        bundle, notes = bundles.read_bundle(source_family, source, overrides, base)
         state, origin = TrainingState(bundle.config.model, bundle.params, None), OWN
     elif source_family == OWN:
         state, origin = own_format.read(source, overrides)

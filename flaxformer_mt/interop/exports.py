@@ -13,6 +13,8 @@ from flaxformer_mt.interop.weight_maps import validation
 # The values that CTranslate2's specification can hold, of switches with others; ...
 _CTRANSLATE2_VALUES = {
     "has_inputs": (True,),
+    "has_targets": (True,),
+    "embedding_bias": (False,),
     "decoder_kind": ("attention",),
     "norm_kind": ("layer_norm", "unbiased_std", "rms"),
     "activation": ("relu", "gelu", "gelu_tanh", "silu"),

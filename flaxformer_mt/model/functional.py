@@ -53,6 +53,8 @@ def init(config: TransformerConfig | nn.Module, key: Array) -> dict[str, Any]:
     """
     module = as_module(config)
     tokens = jnp.zeros((1, 1), jnp.int32)  # No parameter depends on their shape.
+    if not module.config.has_targets:
+        return module.init(key, tokens, method="encode")["params"]
     source = tokens if module.config.has_inputs else None
     return module.init(key, source, tokens)["params"]
 
@@ -153,7 +155,7 @@ def apply(
 
     Raises:
       UserError: the batch has no tokens, or positions without segment ids, or the parameters are
-        those of another model.
+        those of another model, or the model is an encoder alone.
     """
     return apply_to_batch(config, params, batch, key)
 

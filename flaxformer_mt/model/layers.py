@@ -296,7 +296,7 @@ class DecoderLayer(_Layer):
 
 
 class _Stack(nn.Module):
-    """Layers with an optional norm below and one on top."""
+    """Layers with an optional bias and norm below, and a norm on top."""
 
     config: TransformerConfig
 
@@ -309,6 +309,9 @@ class _Stack(nn.Module):
         bidirectional: bool,
     ) -> None:
         c = self.config
+        if c.embedding_bias:
+            dtype = jnp.dtype(c.param_dtype)
+            self.bias = self.param("bias", nn.initializers.zeros, (c.d_model,), dtype)
         if c.embedding_norm:
             self.embedding_norm = Norm(c)
         self.position_bias = position_bias(c, bidirectional=bidirectional, shared=True)
@@ -317,6 +320,7 @@ class _Stack(nn.Module):
             self.final_norm = Norm(c)
 
     def _below(self, x: Array) -> Array:
+        x = x + self.bias.astype(x.dtype) if self.config.embedding_bias else x
         return self.embedding_norm(x) if self.config.embedding_norm else x
 
     def _above(self, x: Array) -> Array:

@@ -122,16 +122,18 @@ class Transformer(nn.Module):
 
     def setup(self) -> None:
         c = self.config
-        self.target_embedding = Embedding(c, c.target_vocab_size)
+        encoding = POSITION_KINDS[c.position_kind].encoding
+        self.embedding_dropout = Dropout(c.embedding_dropout)
         if c.has_inputs:
             if not c.shares_source_and_target:
                 self.source_embedding = Embedding(c, c.source_vocab_size)
+            self.source_positions = encoding(c) if encoding else None
             self.encoder = Encoder(c)
-        self.decoder = Decoder(c)
-        encoding = POSITION_KINDS[c.position_kind].encoding
-        self.source_positions = encoding(c) if encoding else None
+        if not c.has_targets:
+            return
+        self.target_embedding = Embedding(c, c.target_vocab_size)
         self.target_positions = encoding(c) if encoding else None
-        self.embedding_dropout = Dropout(c.embedding_dropout)
+        self.decoder = Decoder(c)
         if not c.shares_target_and_output:
             self.output: Any = dense(c, "output", c.d_model, c.target_vocab_size, c.output_bias)
         elif c.output_bias:
@@ -172,9 +174,14 @@ class Transformer(nn.Module):
 
         Raises:
           ValueError: only one side has segment ids, or a side is longer than its learned positions.
-          UserError: no kernel can do what `attention_backend` or `norm_backend` require.
+          UserError: the model is an encoder alone (`encode`), or no kernel can do what
+            `attention_backend` or `norm_backend` require.
         """
         c = self.config
+        if not c.has_targets:
+            raise UserError(
+                "model.has_targets=False: an encoder alone has no logits; call its `encode`"
+            )
         if c.has_inputs and (encoder_segment_ids is None) != (decoder_segment_ids is None):
             raise ValueError("segment ids are needed for both encoder and decoder, or for neither")
 

@@ -76,7 +76,8 @@ def training_flops(model: TransformerConfig, work: Work) -> Any:
     if model.has_inputs:
         decoder_layer += work.targets * own + work.sources * other
         decoder_layer += work.cross_pairs * pair
-    products = model.num_decoder_layers * decoder_layer
-    products += model.num_encoder_layers * model.has_inputs * encoder_layer
-    products += work.targets * width * model.target_vocab_size
+    decoder = model.num_decoder_layers * decoder_layer
+    decoder += work.targets * width * model.target_vocab_size
+    encoder = model.num_encoder_layers * encoder_layer
+    products = (decoder if model.has_targets else 0) + (encoder if model.has_inputs else 0)
     return 3 * 2 * products

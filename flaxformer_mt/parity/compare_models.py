@@ -20,11 +20,10 @@ from flaxformer_mt.parity.program.diagnosis import Select
 from flaxformer_mt.parity.program.differences import ProgramValues
 from flaxformer_mt.parity.program.equations import TracedFunction, trace
 from flaxformer_mt.parity.reports.report import Report
-from flaxformer_mt.parity.rows import VALUES
-from flaxformer_mt.parity.trace.module_values import Tap
+from flaxformer_mt.parity.trace.module_values import Tap, copied
 from flaxformer_mt.parity.trace.sites import Values, comparable
 from flaxformer_mt.parity.trace.taps import leaf_name
-from flaxformer_mt.parity.trajectories import Optimizers, train_both
+from flaxformer_mt.parity.trajectories import TOLERANCES, Optimizers, train_both
 from flaxformer_mt.parity.weight_rules import weight_rules
 
 JaxFunction = Callable[..., Any]
@@ -105,12 +104,15 @@ def compare_models(
         given = function.leaves(pair.trained() | pair.fixed(), arguments)
         known = {**theirs.values, **theirs.again}
         numbers = opened.sites | outputs
-        return driver.Causes(ProgramValues(opened, given, numbers, known, select, VALUES[dtype]))
+        return driver.Causes(
+            ProgramValues(opened, given, numbers, known, select, driver.VALUES[dtype])
+        )
 
     train = None
     if optimizers is not None and num_steps:
         both = Optimizers(optimizers[1], optimizers[0])
-        train = functools.partial(train_both, pair, [arguments], num_steps, both)
+        tolerance = TOLERANCES["float32" if program.narrow else dtype]
+        train = functools.partial(train_both, pair, [arguments], num_steps, both, tolerance)
     with pair.with_weights(given):
         return driver.compare_pair(
             type(torch_module).__name__,
@@ -185,7 +187,7 @@ class _FunctionPair(sides.Pair):
 
     def fixed(self) -> dict[str, np.ndarray]:
         trained = self.trained()
-        return {n: sides.copied(t) for n, t in _tensors(self.module) if n not in trained}
+        return {n: copied(t) for n, t in _tensors(self.module) if n not in trained}
 
     def outputs(self, batch: Sequence[Any]) -> dict[str, torch.Tensor]:
         program = self.ours.program

@@ -10,18 +10,23 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from flaxformer_mt.parity import rows, sides
-from flaxformer_mt.parity.families.settings import SettingDifference
-from flaxformer_mt.parity.program.diagnosis import Diagnosis, Select
+from flaxformer_mt.parity import sides
+from flaxformer_mt.parity.program.diagnosis import FLOAT32, Diagnosis, Select
 from flaxformer_mt.parity.program.differences import ProgramValues
 from flaxformer_mt.parity.program.equations import TracedFunction
-from flaxformer_mt.parity.reports.comparison import Row
+from flaxformer_mt.parity.reports.comparison import Row, SettingDifference
 from flaxformer_mt.parity.reports.report import Report
 from flaxformer_mt.parity.sides import Pair, Side
 from flaxformer_mt.parity.trace import module_values
 from flaxformer_mt.parity.trace.module_values import Reshape, Tap
 from flaxformer_mt.parity.trace.sites import Values
-from flaxformer_mt.parity.trajectories import Trajectory
+from flaxformer_mt.parity.trajectories import Curves, Trajectory
+
+VALUES = {"float64": 1e-10, "float32": FLOAT32}
+"""Tolerance of values, relative to the site's largest magnitude; in float32 to at least 1, because
+small values are often differences of large ones."""
+GRADIENTS = {"float64": 1e-10, "float32": 1e-5}
+"""Tolerance of gradients, relative to the largest gradient."""
 
 
 class Causes(NamedTuple):
@@ -111,7 +116,7 @@ def _in_our_layout(
             continue
         other = value.swapaxes(0, 1)
         agrees, other_agrees = (
-            rows.value_row(site, select(site, ours[site]), select(site, each), dtype).passed
+            value_row(site, select(site, ours[site]), select(site, each), dtype).passed
             for each in (value, other)
         )
         if agrees != other_agrees:
@@ -135,10 +140,10 @@ def compared(
     """Returns the report on two sides, without causes, in the order of our values."""
     found = [*_value_rows(ours.values, theirs, select, dtype)]
     for loss, value in theirs.losses.items():
-        found.append(rows.value_row(loss, np.array(ours.losses[loss]), np.array(value), dtype))
-    found += rows.gradient_rows(ours.gradients, theirs.gradients, dtype)
+        found.append(value_row(loss, np.array(ours.losses[loss]), np.array(value), dtype))
+    found += gradient_rows(ours.gradients, theirs.gradients, dtype)
     if steps is not None:
-        found += rows.step_rows(steps)
+        found += step_rows(steps)
     tapped = {*theirs.values, *theirs.never_run}
     return Report(
         name,
@@ -156,11 +161,11 @@ def _value_rows(ours: Values, theirs: Side, select: Select, dtype: str) -> Itera
     for site, value in ours.items():
         expected = theirs.values.get(site)
         if site in theirs.never_run:
-            yield Row(site, value.shape, math.inf, math.inf, rows.VALUES[dtype])
+            yield Row(site, value.shape, math.inf, math.inf, VALUES[dtype])
         elif expected is not None and expected.shape != value.shape:
-            yield Row(site, value.shape, math.inf, math.inf, rows.VALUES[dtype], expected.shape)
+            yield Row(site, value.shape, math.inf, math.inf, VALUES[dtype], expected.shape)
         elif expected is not None:
-            yield rows.value_row(site, select(site, value), select(site, expected), dtype)
+            yield value_row(site, select(site, value), select(site, expected), dtype)
 
 
 def explained(report: Report, causes: Causes) -> Report:
@@ -175,7 +180,31 @@ def explained(report: Report, causes: Causes) -> Report:
     else:
         diagnosis = causes.of_loss() if first.site == "loss" else None
     notes = (*report.notes, *causes.model.untested.values())
-    return dataclasses.replace(report, diagnosis=diagnosis, notes=notes)
+    report = dataclasses.replace(report, diagnosis=diagnosis, notes=notes)
+    return _with_float32_inside(report, causes.model.narrow_sites)
+
+
+def _with_float32_inside(report: Report, narrow: Sequence[str]) -> Report:
+    """Judges what our side computes from float32, within float64, by the tolerances of float32."""
+    if report.dtype == "float32" or not narrow:
+        return report
+    found = {finding.site for finding in report.findings} | {*report.never_run}
+    tolerances = {"gradients": GRADIENTS["float32"]}
+
+    def judged(row: Row) -> Row:
+        is_narrow = row.site in narrow or row.section in ("losses", "gradients")
+        if row.site in found or not is_narrow or not row.max_rel or row.max_abs == math.inf:
+            return row
+        tolerance = tolerances.get(row.section, VALUES["float32"])
+        return row._replace(tolerance=tolerance * row.max_abs / row.max_rel)
+
+    note = (
+        f"Our side computes in float32 before {narrow[0]}: what depends on it is compared with "
+        "the tolerances of float32."
+    )
+    return dataclasses.replace(
+        report, rows=tuple(map(judged, report.rows)), notes=(*report.notes, note)
+    )
 
 
 def _first_gradient_difference(
@@ -188,13 +217,13 @@ def _first_gradient_difference(
     """Returns a sentence on the last site, by computation, whose gradient differs; or nothing."""
     traced, leaves = pair.traced(batch)
     theirs = _gradients_of_module(pair, batch, taps, values)
-    scale = max((rows.largest(select(*each)) for each in theirs.items()), default=0.0)
+    scale = max((largest(select(*each)) for each in theirs.items()), default=0.0)
     ours = _gradients_of_function(pair, batch, traced, leaves)
     for site, number in reversed(traced.sites.items()):
         if site not in theirs:
             continue
         found, expected = (select(site, side[site]) for side in (ours, theirs))
-        if rows.difference(found, expected) > rows.GRADIENTS[pair.dtype] * scale:
+        if difference(found, expected) > GRADIENTS[pair.dtype] * scale:
             readers = _readers(traced, number, list(theirs))
             return [
                 f"Backwards from the loss, the gradients agree down to {readers}, and differ at "
@@ -262,3 +291,54 @@ def _chosen(calls: Sequence[Sequence[Any]], tap: Tap) -> torch.Tensor | None:
         return None
     found = calls[tap.call][tap.argument]
     return found if isinstance(found, torch.Tensor) and found.requires_grad else None
+
+
+def value_row(site: str, ours: np.ndarray, theirs: np.ndarray, dtype: str) -> Row:
+    """Returns the row of a value, with the tolerance of the dtype."""
+    scale = largest(theirs) if dtype == "float64" else max(1.0, largest(theirs))
+    return _row(site, ours, theirs, VALUES[dtype] * scale)
+
+
+def gradient_rows(
+    ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray], dtype: str
+) -> Iterator[Row]:
+    """Yields the row of each parameter's gradient, relative to the largest of all gradients."""
+    scale = max(map(largest, theirs.values()), default=0.0)
+    for name, expected in theirs.items():
+        yield _row(f"gradient/{name}", ours[name], expected, GRADIENTS[dtype] * scale, scale)
+
+
+def step_rows(steps: Trajectory) -> Iterator[Row]:
+    """Yields the row of each quantity of a training run, at its worst step."""
+    differences = steps.differences()
+    for name, ours, theirs, relative in zip(
+        Curves._fields, steps.ours, steps.theirs, differences, strict=True
+    ):
+        worst = int(np.argmax(np.nan_to_num(relative, nan=np.inf)))
+        found = difference(ours[worst], theirs[worst])
+        tolerance = steps.tolerance * abs(theirs[worst])
+        yield Row(f"steps/{name}", ours.shape, found, float(relative[worst]), tolerance)
+
+
+def _row(
+    site: str, ours: np.ndarray, theirs: np.ndarray, tolerance: float, scale: float | None = None
+) -> Row:
+    """Builds a row; `scale` normalizes the relative difference, by default theirs' largest."""
+    found, magnitude = difference(ours, theirs), scale or largest(theirs)
+    relative = found / magnitude if magnitude else found
+    return Row(site, ours.shape, found, relative, tolerance)
+
+
+def difference(ours: np.ndarray, theirs: np.ndarray) -> float:
+    """Returns the largest difference; inf where only one side is masked (-inf) or either is NaN."""
+    if ours.dtype == bool:
+        ours, theirs = ours.astype(np.int8), theirs.astype(np.int8)
+    same = ours == theirs  # inf - inf is NaN, but the values are equal.
+    with np.errstate(invalid="ignore"):
+        differences = np.where(same, 0.0, np.abs(ours - theirs))
+    return float(np.max(np.nan_to_num(differences, nan=np.inf, posinf=np.inf), initial=0.0))
+
+
+def largest(array: np.ndarray) -> float:
+    """Returns the largest finite magnitude; 0 if there is none."""
+    return float(np.max(np.abs(array), where=np.isfinite(array), initial=0.0))

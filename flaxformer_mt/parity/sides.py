@@ -19,7 +19,7 @@ from torch import nn
 from flaxformer_mt.parity import references
 from flaxformer_mt.parity.program.equations import TracedFunction
 from flaxformer_mt.parity.trace import module_values
-from flaxformer_mt.parity.trace.module_values import Tap
+from flaxformer_mt.parity.trace.module_values import Tap, copied
 from flaxformer_mt.parity.trace.sites import Values, comparable
 
 # Compilation would dominate the run time; the results do not depend on the optimization level.
@@ -134,13 +134,6 @@ def run_reference(
 def _losses(ours: Ours, loss: Callable[..., Any], outputs: Any, batch: Any) -> dict[str, Any]:
     others = {f"loss/{family}": loss(outputs, batch, family) for family in ours.loss_families}
     return {"loss": loss(outputs, batch)} | others
-
-
-def copied(tensor: torch.Tensor) -> np.ndarray:
-    """Copies a tensor."""
-    # NumPy has no bfloat16 and no float8, which buffers may have.
-    narrow = tensor.is_floating_point() and tensor.element_size() < 4
-    return (tensor.float() if narrow else tensor).detach().clone().numpy()
 
 
 @contextlib.contextmanager

@@ -16,8 +16,8 @@ from flaxformer_mt.config.fields import suggestion
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.plotting import drawing
 from flaxformer_mt.plotting.history import Axis, History, Row, read_history, smoothed
-from flaxformer_mt.runs.changes import SPLIT
 from flaxformer_mt.runs.folder import read_config
+from flaxformer_mt.runs.metrics_file import CHANGE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -190,7 +190,7 @@ class Curves(drawing.Picture):
             axes.plot(x, _shown(y, metric), **style)
             is_best = x == history.positions(np.array([history.best_step or np.nan]), self.axis)
             axes.plot(x[is_best], _shown(y[is_best], metric), zorder=3, **_BEST)
-            changed = np.array([row["step"] for row in history.of(SPLIT)], float)
+            changed = np.array([row["step"] for row in history.of(CHANGE)], float)
             for position in history.positions(changed, self.axis):
                 axes.axvline(position, **_CHANGED)
         low, high = axes.dataLim.intervaly
@@ -221,7 +221,7 @@ class Curves(drawing.Picture):
             kinds.append(("validation", neutral))
         if any(history.best_step is not None for history in self.histories):
             kinds.append(("best checkpoint", _BEST))
-        if any(history.of(SPLIT) for history in self.histories):
+        if any(history.of(CHANGE) for history in self.histories):
             kinds.append(("options changed", _CHANGED))
         # The space: matplotlib leaves out labels that begin with an underscore.
         axes.legend(

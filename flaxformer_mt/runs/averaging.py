@@ -79,28 +79,19 @@ def _chosen(
     run_folder: Path, count: int, which: Literal["last", "best"], announce: Callable[[str], None]
 ) -> Iterator[list[int]]:
     """Chooses checkpoints that a training in progress does not remove while the block runs."""
+    if count < 1:
+        raise UserError(f"--{which} {count}: must be at least 1")
     while True:
-        steps = _choose(run_folder, count, which, announce)
+        scores = whole_checkpoints(run_folder, announce)
+        candidates = sorted(scores, reverse=True) if which == "last" else validated_steps(scores)
+        if len(candidates) < count:
+            kind = "intact" if which == "last" else "validated"
+            raise UserError(
+                f"{run_folder} holds {len(candidates)} {kind} checkpoints, fewer than --{which} "
+                f"{count}: train with train.keep_{which}={count}"
+            )
+        steps = sorted(candidates[:count])
         with step_folders.in_use(step_folders.folder_of(run_folder), steps) as are_there:
             if are_there:
                 yield steps
                 return
-
-
-def _choose(
-    run_folder: Path, count: int, which: Literal["last", "best"], announce: Callable[[str], None]
-) -> list[int]:
-    if count < 1:
-        raise UserError(f"--{which} {count}: must be at least 1")
-    scores = whole_checkpoints(run_folder, announce)
-    if which == "last":
-        candidates = sorted(scores, reverse=True)
-    else:
-        candidates = validated_steps(scores)
-    if len(candidates) < count:
-        kind = "intact" if which == "last" else "validated"
-        raise UserError(
-            f"{run_folder} holds {len(candidates)} {kind} checkpoints, fewer than --{which} "
-            f"{count}: train with train.keep_{which}={count}"
-        )
-    return sorted(candidates[:count])

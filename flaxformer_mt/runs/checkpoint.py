@@ -33,9 +33,9 @@ from flaxformer_mt.config import ValidationMetric
 from flaxformer_mt.errors import UserError, prefixed
 from flaxformer_mt.memory_limits import fits_on_a_device
 from flaxformer_mt.run_layout import EMA, PARAMS, PROGRESS, TRAINING, CheckpointSelector
-from flaxformer_mt.runs import buffers, data_file, identity, orbax_errors, state_items, step_folders
+from flaxformer_mt.runs import data_file, orbax_errors, states, step_folders
 from flaxformer_mt.runs.manifest import damage
-from flaxformer_mt.runs.state_items import Shapes
+from flaxformer_mt.runs.states import Shapes
 from flaxformer_mt.runs.step_folders import kept_steps
 
 State = TypeVar("State")
@@ -100,10 +100,10 @@ class Checkpoints:
         self._keep_last = keep_last
         self._keep_best = keep_best
         self._best_metric = best_metric
-        self._optimizer = {} if optimizer is None else identity.of_optimizer(optimizer.update)
+        self._optimizer = {} if optimizer is None else states.of_optimizer(optimizer.update)
         self._began_with: dict[str, Any] = {}
         """The optimizer of the restored checkpoint, until it is compared."""
-        identity.open_checkpoints.add(self)
+        states.open_checkpoints.add(self)
         self._scores: dict[int, float] = {}
         """Ranking scores of checkpoints that are not known to be damaged; only in process 0."""
         self._unverified: set[int] = set()
@@ -172,13 +172,13 @@ class Checkpoints:
             is full.
         """
         self.wait()
-        items = state_items.divided(state_items.as_arrays(state))
+        items = states.divided(states.as_arrays(state))
         record = step_folders.make_record(
             self._best_metric,
             metrics or {},
-            state_items.to_json(position),
+            states.to_json(position),
             self._run_id,
-            {**identity.of_state(state), **self._optimizer},
+            {**states.of_state(state), **self._optimizer},
         )
         with self._explained(step):
             partial = self._new_workspace() / str(step)
@@ -214,66 +214,45 @@ class Checkpoints:
         if self._latest is None:
             return state, position
         self.wait()
-        path, record = self._record()
-        changes: list[str] = []
-        wanted: Any = position
-        try:
-            saved = state_items.from_json(record["progress"], position)
-            if hasattr(wanted, "continued_in"):  # A position in a stream of batches.
-                changes = identity.differences(saved.identity, wanted.identity)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise UserError(
-                f"{path} holds another kind of position than {type(position).__name__}: "
-                f"{record['progress']}"
-            ) from error
-        state = self._restored(state, accept_changes, changes)
-        return state, saved.continued_in(wanted) if changes else saved
-
-    def restore(self, template: State, *, accept_changes: bool = False) -> tuple[State, Any]:
-        """Restores the newest checkpoint, which must exist.
-
-        The shardings of the template need not be those that the checkpoint was written with. A
-        compiled step can use the memory of the state again. `accept_changes` as of `restore_or`.
-
-        Returns:
-          The state, and the JSON values of the position that was saved with it.
-        """
-        self.wait()
-        state = self._restored(template, accept_changes, [])
-        return state, self._record()[1]["progress"]
-
-    def _record(self) -> tuple[Path, dict[str, Any]]:
         path = self._folder / str(self._latest)
         record = step_folders.read_record(path)
         step_folders.check_run(record, path, self._run_id)
-        return path, record
-
-    def _restored(self, template: State, accept_changes: bool, changes: list[str]) -> State:
-        path, record = self._record()
-        items = state_items.divided(state_items.like(template))
+        items = states.divided(states.like(state))
         if TRAINING in items and not (path / TRAINING).is_dir():
             raise UserError(
                 f"{path} holds parameters only and cannot be continued: start a run in another "
                 f"workdir with train.init_from={self.run_folder}"
             )
+        changes: list[str] = []
+        wanted: Any = position
+        try:
+            saved = states.from_json(record["progress"], wanted)
+            if hasattr(wanted, "continued_in"):  # A position in a stream of batches.
+                changes = states.differences(saved.identity, wanted.identity)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                f"{path} holds another kind of position than {type(position).__name__}: "
+                f"{record['progress']}"
+            ) from error
         with orbax_errors.reading(path):
             stored = self._orbax.metadata(path).item_metadata
             with prefixed(f"{path} holds "):
-                dtypes = state_items.changed_dtypes(stored, items)
+                dtypes = states.changed_dtypes(stored, items)
             there = dict(record["identity"])
             if not self._optimizer:
-                began_with = {name: there.pop(name) for name in [*there] if _is_of_optimizer(name)}
+                names = [name for name in there if name.startswith(f"{states.OPTIMIZER}/")]
+                began_with = {name: there.pop(name) for name in names}
                 self._began_with = {} if accept_changes else began_with
-            here = {**identity.of_state(template), **self._optimizer}
-            changes = [*changes, *identity.differences(there, here), *dtypes]
+            here = {**states.of_state(state), **self._optimizer}
             if not accept_changes:
-                _require_unchanged(path, changes)
-            orbax_errors.check_chunks(path, {name: stored[name].tree for name in items})
+                _require_unchanged(path, [*changes, *states.differences(there, here), *dtypes])
+            states.check_chunks(path, {name: stored[name].tree for name in items})
             restored = self._orbax.restore(
                 path,
                 args=Composite(**{name: _Restore(item) for name, item in items.items()}),
             )
-        return buffers.owned(state_items.joined(template, restored))
+        state = states.owned(states.joined(state, restored))
+        return state, saved.continued_in(position) if changes else saved
 
     def compare_optimizer(self, found: dict[str, Any]) -> None:
         """Compares the optimizer of a step with that of the restored checkpoint, if none was given.
@@ -283,7 +262,7 @@ class Checkpoints:
         """
         if found and self._began_with and not self._optimizer:
             path = self._folder / str(self._latest)
-            _require_unchanged(path, identity.differences(self._began_with, found))
+            _require_unchanged(path, states.differences(self._began_with, found))
         self._optimizer = self._optimizer or found
         self._began_with = {}
 
@@ -308,7 +287,7 @@ class Checkpoints:
 
     def close(self) -> None:
         """Waits and stops the writing threads."""
-        identity.open_checkpoints.discard(self)
+        states.open_checkpoints.discard(self)
         try:
             self.wait()
         finally:
@@ -381,14 +360,10 @@ class Checkpoints:
             raise
 
 
-def _is_of_optimizer(name: str) -> bool:
-    return name.startswith(f"{identity.OPTIMIZER}/")
-
-
 def _require_unchanged(path: Path, changes: Sequence[str]) -> None:
     if changes:
         raise UserError(
-            f"{path} was not begun with this script ({identity.listed(changes)}): go back to what "
+            f"{path} was not begun with this script ({states.listed(changes)}): go back to what "
             "it was begun with, give another folder, or continue with "
             "restore_or(..., accept_changes=True), which no uninterrupted training equals"
         )
@@ -450,11 +425,9 @@ def _restore_params(
     with orbax_errors.reading(path), _own_checkpointer() as orbax:
         stored = orbax.metadata(path).item_metadata[name].tree
         with prefixed(f"{path}: "):
-            (check or functools.partial(orbax_errors.check_size, path / name))(
-                state_items.shapes(stored)
-            )
-        orbax_errors.check_chunks(path, stored)
-        for each, leaf in state_items.named(stored):
+            (check or functools.partial(states.check_size, path / name))(states.shapes(stored))
+        states.check_chunks(path, stored)
+        for each, leaf in states.named(stored):
             if not item and not jnp.issubdtype(leaf.dtype, jnp.floating):
                 raise UserError(f"{path}: damaged: {each} has values of {leaf.dtype}")
         devices, leaves = jax.local_devices(), jax.tree.leaves(stored)

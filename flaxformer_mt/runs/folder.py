@@ -2,15 +2,21 @@
 
 `config.json` marks a run folder; it is written last. `data.json` records all of them: with others,
 the folder would hold a different run. It is continued whole or not at all.
+
+The `history` in `config.json` tells how options were changed in the course of the run. Each entry
+has the `step` of the checkpoint after which a change took effect, the values of the changed
+`options` before and after it, and new fingerprints of the `corpora` whose text changed. The steps
+after an entry were made with the values of all entries up to it.
 """
 
 import contextlib
 import dataclasses
+import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias, TypedDict
 
 import jax
 
@@ -19,12 +25,23 @@ from flaxformer_mt import config as configuration
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.config.experiment import groups, with_changes
 from flaxformer_mt.config.fields import FieldRole, names_with
+from flaxformer_mt.config.serialization import HISTORY
 from flaxformer_mt.errors import UserError, prefixed
-from flaxformer_mt.runs import changes, data_file, manifest, step_folders
+from flaxformer_mt.runs import data_file, manifest, metrics_file, step_folders
 from flaxformer_mt.urls import require_local
 
 Texts: TypeAlias = Mapping[str, Sequence[tuple[str, str]]]
 """Name and fingerprint of each corpus of "train", "valid" and "test"."""
+
+
+class _Change(TypedDict):
+    step: input_files.Count
+    options: dict[str, tuple[Any, Any]]
+    corpora: dict[str, list[str]]
+
+
+class _Config(TypedDict, total=False):
+    history: list[_Change]
 
 
 @contextlib.contextmanager
@@ -126,9 +143,9 @@ def read_config(folder: str | Path) -> ExperimentConfig:
     # Without it, no checkpoint of the run can be read.
     recorded = data_file.read(folder).get(data_file.CONFIG)
     if recorded is not None:
-        history = changes.read(folder)
+        history = read_history(folder)
         with prefixed(f"{path} is damaged: history: "):
-            original = changes.before(config, history)
+            original = config_before(config, history)
         changed = configuration.differences(configuration.from_dict(recorded), original).values()
         if changed:
             raise UserError(
@@ -136,6 +153,53 @@ def read_config(folder: str | Path) -> ExperimentConfig:
                 f"or the run's own {run_layout.DATA}"
             )
     return config
+
+
+def read_history(folder: str | Path) -> list[dict[str, Any]]:
+    """Reads the history of a run, oldest first."""
+    values: dict[str, Any] = input_files.read_json(Path(folder, run_layout.CONFIG), _Config)
+    return values.get(HISTORY, [])
+
+
+def config_before(
+    config: ExperimentConfig, history: Sequence[Mapping[str, Any]]
+) -> ExperimentConfig:
+    """Returns the configuration of a run before the last entries of its history."""
+    values = configuration.to_dict(config)
+    for entry in reversed(history):
+        for name, (old, _) in entry["options"].items():
+            group, _, field = name.partition(".")
+            values.setdefault(group, {})[field] = old
+    return configuration.from_dict(values)
+
+
+def described_change(entry: Mapping[str, Any]) -> str:
+    """Returns an entry in words: "optimizer.learning_rate: 0.001 -> 0.0005; train text"."""
+    options = (
+        f"{name}: {json.dumps(old)} -> {json.dumps(new)}"
+        for name, (old, new) in entry["options"].items()
+    )
+    return "; ".join([*options, *(f"text of {split}" for split in entry["corpora"])])
+
+
+def missing_lines(
+    folder: Path, history: Sequence[Mapping[str, Any]], last: int
+) -> list[tuple[int, dict[str, str]]]:
+    """Returns the steps and values of the lines about changes that `metrics.jsonl` lacks.
+
+    `last` is the step that the run continues from; lines of later ones are removed.
+    """
+    lines = [
+        line.values
+        for line in metrics_file.read_lines(folder / run_layout.METRICS)
+        if line.values is not None
+    ]
+    written = [
+        line for line in lines if line["split"] == metrics_file.CHANGE and line["step"] <= last
+    ]
+    return [
+        (entry["step"], {"changed": described_change(entry)}) for entry in history[len(written) :]
+    ]
 
 
 def read_origin(folder: str | Path) -> dict[str, bytes]:
@@ -162,7 +226,7 @@ def read_fingerprints(folder: str | Path) -> dict[str, Any] | None:
 def _with_corpora(folder: str | Path, values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the content of `data.json` with the corpora that a run was changed to."""
     result = dict(values)
-    for entry in changes.read(folder) if Path(folder, run_layout.CONFIG).exists() else ():
+    for entry in read_history(folder) if Path(folder, run_layout.CONFIG).exists() else ():
         result |= entry["corpora"]
     return result
 
@@ -307,7 +371,7 @@ def update_config(
     Those that its parameters depend on, and `fingerprints` of other text, by split, are added to
     its history.
     """
-    stored, history = read_config(workdir), changes.read(workdir)
+    stored, history = read_config(workdir), read_history(workdir)
     known = _with_corpora(workdir, data_file.read(workdir))
     entry = {
         "step": max(step_folders.steps_in(step_folders.folder_of(workdir)), default=0),

@@ -15,6 +15,8 @@ from flaxformer_mt.errors import UserError, prefixed
 from flaxformer_mt.input_files import Count, open_regular, parse_json
 from flaxformer_mt.run_layout import METRICS
 
+CHANGE = "change"
+"""The split of a line about options that were changed in the course of a run."""
 _CHECKSUM = "crc32"
 _BEFORE_CHECKSUM = f', "{_CHECKSUM}": '.encode()
 

@@ -1,21 +1,17 @@
-"""Errors of Orbax and TensorStore as `UserError`, and what is checked before they read or write."""
+"""Errors of Orbax and TensorStore as `UserError`."""
 
 import contextlib
 import errno
-import math
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 
 from flaxformer_mt import atomic
 from flaxformer_mt.errors import UserError, first_line
-from flaxformer_mt.input_files import max_content
-from flaxformer_mt.runs import state_items, step_folders
-from flaxformer_mt.runs.state_items import Shapes
+from flaxformer_mt.runs import step_folders
 
 
 @contextlib.contextmanager
@@ -33,23 +29,6 @@ def reading(path: Path) -> Iterator[None]:
             f"{path} is damaged, or not a checkpoint ({first_line(error)}); "
             f"{step_folders.advice(path)}"
         ) from error
-
-
-def check_size(folder: Path, shapes: Shapes) -> None:
-    """Checks that the files of an item may hold arrays of these shapes."""
-    there = sum(file.stat().st_size for file in folder.rglob("*"))
-    if 4 * sum(map(math.prod, shapes.values())) > max_content(there):
-        raise UserError("damaged: its arrays are far larger than its files")
-
-
-def check_chunks(path: Path, stored: Any) -> None:
-    """Checks that no array is read in chunks that are larger than itself."""
-    for name, leaf in state_items.named(stored):
-        chunk = leaf.storage.chunk_shape if leaf.storage else leaf.shape
-        if any(ours > max(size, 1) for ours, size in zip(chunk, leaf.shape, strict=True)):
-            raise UserError(
-                f"{path}: damaged: {name} is an array {list(leaf.shape)} in chunks {list(chunk)}"
-            )
 
 
 @contextlib.contextmanager

@@ -241,7 +241,7 @@ def make_record(
       metrics: of the validation, if there was one.
       progress: the position in the data, or the progress of a run.
       run_id: of `data.json`, or None.
-      identity: of the state and its optimizer; `identity.py`.
+      identity: of the state and its optimizer; `states.py`.
     """
     value = metrics.get(best_metric, math.nan)
     metrics = {best_metric: value} if math.isfinite(value) else {}

@@ -5,8 +5,7 @@ and the history of the run only: a run that is killed and continued again has th
 """
 
 import dataclasses
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,29 +16,43 @@ from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.config.experiment import values_with
 from flaxformer_mt.config.fields import FieldRole
 from flaxformer_mt.data.stream.batches import DataPosition
-from flaxformer_mt.model.transformer import Transformer
-from flaxformer_mt.training.devices import RunDevices, abstract, seed_key
-from flaxformer_mt.training.optimizer import UserOptimizer, make_optimizer, make_schedule
+from flaxformer_mt.runs.folder import described_change
 from flaxformer_mt.training.parameters import split
 from flaxformer_mt.training.reporting.progress import BestSoFar, Interval, Progress
 from flaxformer_mt.training.sharding import path_name
-from flaxformer_mt.training.state import TrainState, create_state
+from flaxformer_mt.training.state import TrainState
 
 _DATA_ROLES = FieldRole.TEXT, FieldRole.TOKENS, FieldRole.ROWS
 
 
-def earlier_state(
-    config: ExperimentConfig, devices: RunDevices, own_optimizer: UserOptimizer | None
-) -> TrainState:
-    """Returns the shapes, dtypes and shardings of the state with an earlier configuration."""
-    schedule = make_schedule(config.optimizer, config.model.d_model, config.train.num_steps)
-    make_state = functools.partial(
-        create_state,
-        model=Transformer(config.model),
-        optimizer=make_optimizer(config.optimizer, schedule, own_optimizer),
-        config=config.train,
-    )
-    return abstract(jax.eval_shape(make_state, seed_key(0)), devices.mesh, devices.rules)
+def adapted(
+    state: TrainState,
+    progress: Progress,
+    history: Sequence[Mapping[str, Any]],
+    like: TrainState,
+    optimizer: optax.GradientTransformation,
+    freeze: Sequence[str],
+    announce: Callable[[str], None] = print,
+) -> tuple[TrainState, Progress]:
+    """Adapts the state and the progress of a checkpoint to options that were changed after it.
+
+    Args:
+      state: the state of the checkpoint.
+      progress: the progress that was saved with it.
+      history: the entries of the history of the run that the checkpoint does not know.
+      like: the shapes, dtypes and shardings that are wanted.
+      optimizer: of the changed options.
+      freeze: parameters that it does not train.
+      announce: called with one line for each consequence.
+    """
+    for entry in history:
+        announce(f"changed after step {entry['step']:,}: {described_change(entry)}")
+    if history and not keeps_optimizer(state, like):
+        announce("the optimizer's state begins anew, but for its count of updates")
+    if begins_epoch(history):
+        announce("the data begin with a new epoch")
+    state = adapted_state(state, like, optimizer, freeze)
+    return state, adapted_progress(progress, history) if history else progress
 
 
 def keeps_optimizer(state: TrainState, like: TrainState) -> bool:

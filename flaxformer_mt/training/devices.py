@@ -25,8 +25,7 @@ from flaxformer_mt.data.stream.batches import Batch
 from flaxformer_mt.data.stream.placement import place_batch, row_sharding, row_shards
 from flaxformer_mt.errors import UserError, prefixed
 from flaxformer_mt.memory_limits import device_memory
-from flaxformer_mt.runs import buffers
-from flaxformer_mt.runs.identity import compare_step
+from flaxformer_mt.runs.states import compare_step, owned
 from flaxformer_mt.training.sharding import (
     ACTIVATION_RULES,
     Rules,
@@ -115,7 +114,7 @@ def _copied(tree: Tree, mesh: Mesh, rules: Rules) -> Tree:
         )
 
     wanted = shardings(tree, mesh, rules)
-    return buffers.owned(jax.tree.map(copy, tree, wanted))
+    return owned(jax.tree.map(copy, tree, wanted))
 
 
 class CompiledStep(Generic[State, Result]):
@@ -182,7 +181,20 @@ class CompiledStep(Generic[State, Result]):
         if structure in self._known and len({*map(id, leaves)}) == len(leaves):
             return
         others = {"batch": batch, "frozen": self._frozen[0] if self._frozen else None}
-        buffers.require_single(leaves_by_path(state), leaves_by_path(others))
+        donated = leaves_by_path(state)
+        names: dict[tuple[Any, int], str] = {}
+        for number, (name, array) in enumerate([*donated, *leaves_by_path(others)]):
+            for shard in array.addressable_shards if isinstance(array, jax.Array) else ():
+                # Several arrays of JAX may hold the same buffer. All empty ones may be nowhere.
+                address = _pointer(shard.data) if shard.data.nbytes else id(array)
+                buffer = shard.device, address
+                if names.get(buffer, name) != name:
+                    raise UserError(
+                        f"{names[buffer]} and {name} are the same array in memory, which the step "
+                        "writes over: give one of them a copy (jnp.copy)"
+                    )
+                if number < len(donated):
+                    names[buffer] = name
         self._known.add(structure)
 
     def lower(self, state: Any, batch: Any) -> Any:
@@ -214,6 +226,12 @@ class CompiledStep(Generic[State, Result]):
         self._is_compiling = True
         self.on_compile(True)
         return self._step(state, batch, *frozen)
+
+
+def _pointer(data: Any) -> int:
+    if jax.dtypes.issubdtype(data.dtype, jax.dtypes.prng_key):
+        data = jax.random.key_data(data)
+    return data.unsafe_buffer_pointer()
 
 
 def compile_step(

@@ -11,7 +11,6 @@ import numpy as np
 from flaxformer_mt.config import ExperimentConfig, TransformerConfig
 from flaxformer_mt.data.stream.batches import Batch, BatchShape, packed_batch
 from flaxformer_mt.data.stream.packing import Sentences, TokenPairs
-from flaxformer_mt.data.stream.placement import row_shards
 from flaxformer_mt.memory_limits import device_memory, require_memory
 from flaxformer_mt.training.devices import RunDevices
 
@@ -32,7 +31,8 @@ def require_training_memory(config: ExperimentConfig, run_devices: RunDevices) -
     moments = {"adam": 2, "adamw": 2, "muon": 1}.get(config.optimizer.kind, 0)
     copies = 1 if train.freeze else 2 + moments + (train.ema_decay > 0)
     stored = copies * count * jnp.dtype(model.param_dtype).itemsize
-    rows = config.rows_per_batch // (train.accumulation_steps * row_shards(run_devices.mesh))
+    shards = len(run_devices.devices) // config.parallel.tensor
+    rows = config.rows_per_batch // (train.accumulation_steps * shards)
     sides = ("source", "target") if model.has_inputs else ("target",)
     lengths = config.data.row_lengths[-len(sides) :]
     has_scores = model.attention_backend == "einsum" or run_devices.devices[0].platform == "cpu"

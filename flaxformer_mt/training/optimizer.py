@@ -17,8 +17,8 @@ from jax import Array
 from flaxformer_mt.config import OptimizerConfig
 from flaxformer_mt.config.optimizer import KINDS
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.runs import identity
-from flaxformer_mt.training.parameter_roles import is_matrix, per_layer
+from flaxformer_mt.runs import states
+from flaxformer_mt.training.parameters import is_matrix, per_layer
 
 
 def make_schedule(config: OptimizerConfig, d_model: int, num_steps: int) -> optax.Schedule:
@@ -51,7 +51,7 @@ def make_schedule(config: OptimizerConfig, d_model: int, num_steps: int) -> opta
     Raises:
       UserError: the warm-up, and the decay, are longer than a schedule that has an end.
     """
-    rate, warmup = config.learning_rate, config.warmup_length(num_steps)
+    rate, warmup = config.learning_rate, warmup_length(config, num_steps)
     w = max(warmup, 1)
     if config.schedule == "constant":
         return optax.constant_schedule(rate)
@@ -78,6 +78,14 @@ def make_schedule(config: OptimizerConfig, d_model: int, num_steps: int) -> opta
     }
     formula = formulas[config.schedule]
     return lambda count: formula(jnp.asarray(count, float) + 1)
+
+
+def warmup_length(config: OptimizerConfig, num_steps: int) -> int:
+    """Returns w for a run of `num_steps` steps; a share is at least one and not all of them."""
+    if not config.warmup:
+        return config.warmup_steps
+    total = config.total_steps or num_steps
+    return max(1, min(round(config.warmup * total), total - 1))
 
 
 def _require_space(config: OptimizerConfig, warmup_steps: int, total_steps: int) -> None:
@@ -153,15 +161,15 @@ def make_optimizer(
 def with_optimizer(config: OptimizerConfig, own: UserOptimizer) -> OptimizerConfig:
     """Returns a configuration that records a function that makes an optimizer.
 
-    The constants are those of `identity.of_optimizer`, without those of the schedule.
+    The constants are those of `states.of_optimizer`, without those of the schedule.
 
     Raises:
       TypeError: the function does not make an optimizer.
       UserError: it has no name, or that of a built-in optimizer.
     """
-    kind = identity.name_of(own, "optimizer", KINDS)
-    made = identity.of_optimizer(_made(own, optax.constant_schedule(1.0)).update)
-    prefix = f"{identity.OPTIMIZER}/"
+    kind = states.name_of(own, "optimizer", KINDS)
+    made = states.of_optimizer(_made(own, optax.constant_schedule(1.0)).update)
+    prefix = f"{states.OPTIMIZER}/"
     constants = (f"{name.removeprefix(prefix)}={value!r}" for name, value in made.items())
     return dataclasses.replace(config, kind=kind, constants=tuple(sorted(constants)))
 

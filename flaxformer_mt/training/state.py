@@ -1,5 +1,8 @@
 """The training state."""
 
+import functools
+from collections.abc import Callable
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -7,8 +10,10 @@ import optax
 from flax import linen as nn
 from jax import Array
 
-from flaxformer_mt.config import TrainConfig
+from flaxformer_mt.config import ExperimentConfig, TrainConfig
 from flaxformer_mt.model.functional import init
+from flaxformer_mt.model.transformer import Transformer
+from flaxformer_mt.training.devices import RunDevices, abstract, seed_key
 from flaxformer_mt.training.parameters import Params, split
 
 
@@ -31,6 +36,22 @@ class TrainState:
     def eval_params(self) -> Params:
         """Parameters for validation and translation: the moving average, if enabled."""
         return self.params if self.ema is None else self.ema
+
+
+def state_maker(
+    config: ExperimentConfig, optimizer: optax.GradientTransformation
+) -> Callable[[Array], TrainState]:
+    """Returns the `create_state` of a configuration, a function of the key."""
+    model = Transformer(config.model)
+    return functools.partial(create_state, model=model, optimizer=optimizer, config=config.train)
+
+
+def abstract_state(
+    config: ExperimentConfig, optimizer: optax.GradientTransformation, devices: RunDevices
+) -> TrainState:
+    """Returns the shapes, dtypes and shardings of the state of a configuration."""
+    shapes = jax.eval_shape(state_maker(config, optimizer), seed_key(0))
+    return abstract(shapes, devices.mesh, devices.rules)
 
 
 def create_state(

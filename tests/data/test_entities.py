@@ -2,7 +2,7 @@ import pytest
 
 from flaxformer_mt.config import DataConfig
 from flaxformer_mt.data.corpora.corpus import load_corpus, open_corpora
-from flaxformer_mt.data.corpora.entities import pairs_with_entities, unescaped, warn_of_entities
+from flaxformer_mt.data.corpora.entities import notes_of, unescaped, warn_of_notes
 
 
 @pytest.mark.parametrize(
@@ -29,8 +29,21 @@ def test_text_is_unescaped_by_an_option_and_warned_of_otherwise(tmp_path, caplog
     assert given.fingerprint != other.fingerprint
     for corpus in (other, given):
         assert not caplog.messages
-        warn_of_entities("a", pairs_with_entities(corpus.pairs()))
+        warn_of_notes("a", notes_of(corpus.pairs()))
     assert caplog.messages == [
         f"a: 2 pairs have HTML entities, such as &quot;, the first at {file}, line 2; {file}, "
         "line 3: data.unescape_html=True replaces them by their characters"
     ]
+
+
+def test_sides_that_stand_for_a_missing_text_are_counted(caplog):
+    pairs = [("a sentence", "ein Satz"), ("-", "-"), ("None", "none ")]
+    warn_of_notes("a", notes_of([*pairs, ("Aucun", "None")] * 4))
+    assert not caplog.messages
+    missing = [("one", "NULL"), ("two", " nan"), ("n/a", "drei"), ("four", "-"), ("five", "#N/A")]
+    warn_of_notes("a", notes_of([*pairs, *missing]))
+    (message,) = caplog.messages
+    assert message.startswith(
+        "a: 5 pairs have a side that stands for a missing text, such as NULL,"
+    )
+    assert "the first at pair 4; pair 5" in message

@@ -1,5 +1,7 @@
 """Pairs that are held out of the training corpora."""
 
+import itertools
+
 import pytest
 
 from flaxformer_mt.config import CorpusConfig, DataConfig, ExperimentConfig
@@ -47,15 +49,35 @@ def test_numbers_without_effect(options, message):
 
 def test_frequent_sentences_are_spread_if_there_are_no_others(tmp_path, caplog):
     pairs = [(f"Source {i % 50}.", f"Target {i}.") for i in range(1000)]
-    parts, corpora = divide(tmp_path, pairs, 10)
-    assert all(len({source for source, _ in parts[role]}) == 10 for role in ROLES)
-    assert corpora["train"][0].division()["left_out"] == 20 * 19
+    parts, corpora = divide(tmp_path, pairs, 5)
+    assert all(len({source for source, _ in parts[role]}) == 5 for role in ROLES)
+    assert corpora["train"][0].division()["left_out"] == 10 * 19
     assert not caplog.messages
     parts, _ = divide(tmp_path, pairs, 100)
-    assert len(parts["train"]) >= 500
-    assert "data.hold_out=100: of 1,000 pairs, 11 are held out for valid, since" in caplog.text
+    assert len(parts["train"]) >= 800
+    assert "data.hold_out=100: of 1,000 pairs, 5 are held out for valid, since" in caplog.text
     with pytest.raises(UserError, match=r"0 are held out for valid, since .* ask for fewer"):
         divide(tmp_path, [("Thank you.", f"Merci {i}.") for i in range(1000)], 100)
+    # A pair of one of six sources would take a sixth of the text with it; repeated pairs do not.
+    for few in (
+        [(f"Source {i % 6}.", f"Target {i}.") for i in range(3000)],
+        [(f"Source {i}.", f"Target {i % 6}.") for i in range(3000)],
+    ):
+        with pytest.raises(UserError, match=r"of 3,000 pairs, 0 are held out for valid"):
+            divide(tmp_path, few, 200)
+    parts, _ = divide(
+        tmp_path, [(f"Source {i % 1000}.", f"Target {i % 1000}.") for i in range(3000)], 200
+    )
+    assert [len(parts[role]) for role in ROLES] == [200, 200]
+
+
+def test_text_with_another_tag_is_the_same(tmp_path):
+    tags = ("<2fr>", "<2xx>", ">>de<<")
+    pairs = [(f"{tags[i % 3]} Source {i // 3}.", f"Target {i}.") for i in range(900)]
+    parts, _ = divide(tmp_path, pairs, 40)
+    sources = [{source.split(" ", 1)[1] for source, _ in parts[role]} for role in parts]
+    assert all(one.isdisjoint(other) for one, other in itertools.combinations(sources, 2))
+    assert comparable("<2fr>") == comparable("<2fr>.") != ""
 
 
 def test_most_held_out_pairs_remain_while_the_file_grows(tmp_path):

@@ -5,6 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from drawn_params import drawn_params
 
 import flaxformer_mt as fmt
 from flaxformer_mt.config import DataConfig, ExperimentConfig
@@ -118,7 +119,7 @@ def test_held_out_and_malformed_pairs_do_not_shift_numbers(tmp_path, tokenizers,
 
 def test_weights_of_a_column_are_weights_given_by_hand(tmp_path, tokenizers, config):
     data = fmt.packed(read(tmp_path), tokenizers, config, rows=8, length=24)
-    params = jax.jit(fmt.init, static_argnums=0)(config, jax.random.key(0))
+    params = drawn_params(config)
     mesh = fmt.make_mesh()
     with data.batches(mesh) as batches:
         batch, _ = next(batches)

@@ -45,6 +45,20 @@ def test_correct_sides_are_accepted():
     check_languages([TRAIN], [VALID])
 
 
+@pytest.mark.parametrize("first", [250, 375, 425])
+def test_a_part_whose_sides_are_swapped_is_found(first):
+    other = swapped(TRAIN)
+    sources = [*TRAIN.sources[:first], *other.sources[first:]]
+    targets = [*TRAIN.targets[:first], *other.targets[first:]]
+    train = dataclasses.replace(TRAIN, sources=sources, targets=targets)
+    with pytest.raises(UserError, match="train: the sides are swapped in a part of it"):
+        check_languages([train], [VALID])
+    # The pieces of a short text are voted on, too, and languages that are not the identifier's.
+    unknown = dataclasses.replace(train, languages=UNKNOWN_LANGUAGES)
+    with pytest.raises(UserError, match="train: the sides are swapped in a part of it"):
+        check_languages([unknown], [])
+
+
 @pytest.mark.slow_except("languages0", "languages1")
 @pytest.mark.parametrize("languages", [("en", "fr"), ("fr", "de"), ("en", "de")])
 def test_swapped_sides_are_found_by_their_languages(languages):

@@ -250,6 +250,13 @@ def test_duplicates_are_found_across_corpora(tmp_path, caplog):
     assert first.report.dropped["duplicate"].count == 1
     assert texts(second.sources) == ["seven", "eight"]
 
+    # With another tag it is another pair.
+    tagged = ParallelCorpus(
+        ["<x> two three", "<x> one", "<x> one"], ["b c", "a", "a"], "C", tag="<x>"
+    )
+    _, third = open_stores(tmp_path / "tagged", [CORPUS, tagged], TOKENIZERS, config)
+    assert texts(third.sources) == tagged.sources[:2]
+
     # The second store also depends on the first corpus.
     shorter = ParallelCorpus(["two three"], ["b c"], "A")
     _, second = open_stores(tmp_path, [shorter, OTHER], TOKENIZERS, config)

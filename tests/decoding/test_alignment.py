@@ -1,5 +1,7 @@
 """Word alignment, from hand-made attention and from a model that copies."""
 
+import random
+
 import jax
 import numpy as np
 import pytest
@@ -12,12 +14,15 @@ from flaxformer_mt.decoding.scoring.alignment import (
     aligned_words,
     copy_unknown,
     pharaoh,
+    printed_words,
     without_ends,
     words,
 )
 from flaxformer_mt.decoding.scoring.teacher_forcing import teacher_force
+from flaxformer_mt.decoding.translator import Translator
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.model.transformer import Transformer
+from flaxformer_mt.writing_systems import spaced_words
 
 # "the big dog" in four pieces, "der Hund" in three.
 SOURCE_PIECES = ["▁the", "▁b", "ig", "▁dog"]
@@ -41,9 +46,13 @@ def test_tokens_are_linked_to_what_they_attend_to_most():
 
 def test_words_attend_as_the_mean_of_their_pieces_and_receive_the_sum():
     # der: 0.4 to "the", but 0.3 + 0.2 to "big". Hund: 0.325 to "big", 0.45 to "dog".
-    assert align_words(ATTENTION, SOURCE_PIECES, TARGET_PIECES) == [(1, 0), (2, 1)]
-    assert align_words(np.zeros((0, 4)), SOURCE_PIECES, []) == []
-    assert align_words(np.zeros((3, 0)), [], TARGET_PIECES) == []
+    source, target = words(SOURCE_PIECES), words(TARGET_PIECES)
+    assert align_words(ATTENTION, source, target) == [(1, 0), (2, 1)]
+    assert align_words(np.zeros((0, 4)), source, []) == []
+    assert align_words(np.zeros((3, 0)), [], target) == []
+    # A word of no token has no link, and gets none.
+    assert align_words(ATTENTION, [0, 2, 2, 3], [0, 2, 2]) == [(2, 0), (3, 2)]
+    assert align_words(ATTENTION, [-1, 0, 0, 1], [0, 1, 1]) == [(0, 0), (1, 1)]
 
 
 def test_words_start_with_a_space_or_the_text():
@@ -147,3 +156,19 @@ def test_layers_and_heads_that_do_not_exist_are_rejected(talker, options, messag
 
     with pytest.raises(UserError, match=message):
         align()
+
+
+def test_links_of_translations_are_of_the_words_that_are_printed(talker):
+    assert printed_words(["", "a", "a ", "a b", "a b"], "a b") == [0, 0, 0, 1, 1]
+    rng = random.Random(0)
+    spaces = "\u00a0\u202f\u3000\u200b\x85   "
+    texts = [
+        "".join(f"{word}{rng.choice(spaces)}" for word in rng.choices(["Hund", "10", "die"], k=5))
+        for _ in range(20)
+    ]
+    found = Translator(*talker.parts).translate_n_best(texts, 3, beam_size=3, unit="words")
+    for text, hypotheses in zip(texts, found, strict=True):
+        sources = len(spaced_words(text.strip()))
+        for hypothesis in hypotheses:
+            targets = len(spaced_words(hypothesis.text))
+            assert all(s < sources and t < targets for s, t in hypothesis.alignment)

@@ -106,6 +106,23 @@ def test_segments_of_long_input_have_its_tags(talker, tag, text_tag, num_tags):
     assert not any(segment.repeated for segment in segments)
 
 
+def test_placeholders_are_no_tags(talker):
+    parts = ["Die Wiese und der Hund.", "Ein kleiner roter Hund.", "Hund."]
+    corpus = ParallelCorpus(parts, parts, "tagged", tag="<2de>")
+    config = DataConfig(
+        vocab_size=300, keep_whole=("<URL>",), train_corpora=(CorpusConfig(tag=corpus.tag),)
+    )
+    tokenizers = Tokenizers.train([corpus], config)
+    options = DecodeConfig(max_source_length=16)
+    decoder = SentenceDecoder([(talker.config.model, talker.params)], options, tokenizers)
+    for begin, repeated in (("<URL>", 0), ("<2de> <URL>", 1), ("<URL> <2de>", 0)):
+        (segments,) = decoder._divide([Sentence(f"{begin} {' '.join(parts)}")])
+        assert len(segments) > 1
+        assert {segment.repeated for segment in segments[1:]} == {repeated}
+        text = tokenizers.source.decode([[*segments[1].tokens]])[0]
+        assert "<URL>" not in text
+
+
 @pytest.mark.parametrize("space", ["", " "])
 def test_segments_of_long_input_have_its_code(talker, tmp_path, space):
     model = opus_mt.train_model(sentences(200, longest=6), 50)

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 
+import hub_models
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -195,4 +196,18 @@ def test_the_limit_of_the_tolerance_is_not_in_the_certificate(exports, tmp_path,
     content["sites"][0]["relative"] = 1.0
     certificate.path_of(copy).write_text(json.dumps(content))
     assert main(["parity", "--verify", str(copy)]) == 1
-    assert "the tolerance is 1.0e-03" in capsys.readouterr().out
+    assert "the tolerance is 1.0e-04" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["nllb", "t5"])
+def test_what_an_export_bans_is_banned_in_the_comparison(kind, saved, tmp_path):
+    """Models whose padding is probable, and sentences of 1 to 200 tokens."""
+    target = tmp_path / "served"
+    notes = convert(hub_models.family_of(kind), "ctranslate2", saved(kind)[0], target)
+    assert not [note for note in notes if "differ by up to" in note]
+    content = json.loads((target / "parity.json").read_text())
+    assert content["sites"][0]["relative"] <= 1e-4
+    lengths = [len(row) - 1 for row in content["tokens"]["source"]]
+    assert (min(lengths), max(lengths)) == (1, 200)
+    assert [*map(len, content["log_probabilities"])] == [length + 1 for length in lengths]
+    assert not certificate.verify(target).problems

@@ -5,10 +5,10 @@ import io
 import re
 
 import hypothesis
-import jax
 import pytest
 import sentencepiece
 import torch
+from drawn_params import drawn_params
 from hypothesis import strategies as st
 from subword_nmt.apply_bpe import BPE
 from subword_nmt.learn_bpe import learn_bpe
@@ -112,7 +112,7 @@ def folder(tmp_path):
             num_decoder_layers=1,
             tie_embeddings="all" if joint else "none",
         )
-        params = jax.jit(fmt.init, static_argnums=0)(config, jax.random.key(0))
+        params = drawn_params(config)
         save("fairseq", config, params, tmp_path / "bare.pt")
         args = argparse.Namespace(
             task="translation",

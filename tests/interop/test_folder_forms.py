@@ -1,8 +1,10 @@
 """Folders of the Hub as libraries and people write them: tokens and outputs of transformers'."""
 
 import copy
+import dataclasses
 import functools
 import json
+import re
 import shutil
 import sys
 
@@ -14,15 +16,20 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+from rounding import rounding_tolerance
 from toy_references import others_are_slow
 
+import flaxformer_mt as fmt
 from flaxformer_mt import interop
 from flaxformer_mt.config import DataConfig
 from flaxformer_mt.data.corpora.corpus import load_corpus
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
+from flaxformer_mt.decoding.sentence_decoder import longest_source
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.interop.convert import convert
 from flaxformer_mt.interop.formats import huggingface
 from flaxformer_mt.interop.weight_maps.mapping import model_params
+from flaxformer_mt.model.transformer import Transformer
 
 PHRASES = load_corpus(DataConfig(corpus="phrases", generated_pairs=300), "train")
 TEXTS = [*PHRASES.sources[:20], "", " a  b ", "</s> x", "<mask> y"]
@@ -200,9 +207,11 @@ def tensors_of(folder):
     return safetensors.torch.load_file(folder / WEIGHTS)
 
 
-def as_bin(folder, model, prefix=""):
-    tensors = {prefix + name: tensor for name, tensor in tensors_of(folder).items()}
-    torch.save(tensors, folder / "pytorch_model.bin")
+def as_bin(folder, model, prefix="", keys=()):
+    content = {prefix + name: tensor for name, tensor in tensors_of(folder).items()}
+    for key in keys:
+        content = {key: content, "epoch": 3, "optimizer": {"state": {}, "param_groups": []}}
+    torch.save(content, folder / "pytorch_model.bin")
     (folder / WEIGHTS).unlink()
 
 
@@ -237,7 +246,10 @@ WEIGHT_FORMS = {
     "float16": functools.partial(in_dtype, torch.float16),
     "of DataParallel": functools.partial(with_prefix, "module."),
     "of Lightning, compiled": functools.partial(with_prefix, "model._orig_mod."),
+    "of PEFT": functools.partial(with_prefix, "base_model.model."),
     "of DataParallel, bin": functools.partial(as_bin, prefix="module."),
+    "of a training checkpoint": functools.partial(as_bin, keys=["model_state_dict"]),
+    "under two keys": functools.partial(as_bin, prefix="module.", keys=["model", "state_dict"]),
     "buffers": with_other_buffers,
 }
 ALL_KINDS = ["t5", "flan", "mt5", "nllb", "m2m100", "mbart50", "bart", "marian"]
@@ -291,3 +303,162 @@ def test_a_file_of_weights_is_read_like_a_folder(saved, tmp_path):
     )
     expected = read("bart", folder)[0].params
     chex.assert_trees_all_equal(interop.model_params(params), model_params(expected))
+
+
+def untied(kind, size, tie_word_embeddings):
+    """Returns a model of three or, without ties, four different tables."""
+    options = {} if tie_word_embeddings else {"tie_word_embeddings": False}
+    model = hub_models.random_model(hub_models.config(kind, size, **options))
+    model.lm_head.weight = torch.nn.Parameter(0.3 * torch.randn_like(model.lm_head.weight))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_tied"), [("nllb", False), ("bart", True), ("mbart50", False), ("m2m100", True)]
+)
+def test_outputs_that_are_not_tied(kind, is_tied, saved, tmp_path):
+    """Merged and fine-tuned models, of which transformers keeps both tables, whatever is set."""
+    folder, published, _ = saved(kind)
+    shutil.copytree(folder, tmp_path / "untied")
+    untied(kind, published.config.vocab_size, is_tied).save_pretrained(tmp_path / "untied")
+    path = tmp_path / "untied" / "config.json"
+    edit(path, tie_word_embeddings=is_tied)
+    bundle, _ = read(kind, tmp_path / "untied")
+    config = bundle.config.model
+    assert config.tie_embeddings == ("source_target" if is_tied else "none")
+    family = hub_models.family_of(kind)
+    huggingface.write(bundle, tmp_path / "same", family=family)
+    assert tensors_of(tmp_path / "same").keys() == tensors_of(tmp_path / "untied").keys()
+    huggingface.write(dataclasses.replace(bundle, origin={}), tmp_path / "new", family=family)
+    draw = np.random.default_rng(0)
+    source, target = (draw.integers(4, 40, (2, length)) for length in (7, 5))
+
+    def logits(model):
+        with torch.no_grad():
+            return model(
+                torch.tensor(source), decoder_input_ids=torch.tensor(target)
+            ).logits.numpy()
+
+    names = ("untied", "same", "new")
+    models = [transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / name) for name in names]
+    tolerance = rounding_tolerance(models[0], logits)
+    apply = jax.jit(
+        Transformer(config).apply, compiler_options={"xla_backend_optimization_level": 0}
+    )
+    ours = apply({"params": model_params(bundle.params)}, np.int32(source), np.int32(target))
+    for model in models:
+        np.testing.assert_allclose(np.asarray(ours), logits(model), rtol=0, atol=tolerance)
+
+
+QUANTIZED = {
+    "8-bit weights of bitsandbytes": {"q.SCB": torch.ones(2), "q.weight": torch.ones(2, 2).char()},
+    "4-bit weights of bitsandbytes": {"q.weight.absmax": torch.ones(2)},
+    "4-bit weights of GPTQ or AWQ": {"q.qweight": torch.ones(2, 2).int()},
+    "is int8, but must be float32 or float64 (if it is quantized": {"q": torch.ones(2).char()},
+}
+
+
+@pytest.mark.parametrize("what", QUANTIZED)
+def test_quantized_weights_are_named(what, copied):
+    folder = copied("bart")
+    safetensors.torch.save_file(tensors_of(folder) | QUANTIZED[what], folder / WEIGHTS)
+    for source in (folder, folder / WEIGHTS):
+        with pytest.raises(UserError, match=re.escape(what)):
+            read("bart", folder) if source == folder else interop.load("mbart", source)
+    edit(folder / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
+    with pytest.raises(UserError, match="quantized by gptq to 4 bits: take the model that was"):
+        read("bart", folder)
+
+
+@pytest.mark.parametrize(
+    "name", [WEIGHTS, "model-00001-of-00002.safetensors", "config.json", "tokenizer.json"]
+)
+def test_pointers_of_git_lfs_are_named(name, saved, tmp_path):
+    folder, model, _ = saved("bart")
+    shutil.copytree(folder, tmp_path / "bart")
+    if "of" in name:
+        in_shards(tmp_path / "bart", model)
+        name = sorted(path.name for path in (tmp_path / "bart").glob("model-*"))[-1]
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
+    (tmp_path / "bart" / name).write_text(pointer)
+    with pytest.raises(UserError, match=rf"{name}: a pointer of Git LFS, .*git lfs pull"):
+        fmt.load(tmp_path / "bart")
+
+
+FOREIGN = {
+    "a model of CTranslate2": ["model.bin", "shared_vocabulary.json", "config.json"],
+    "a package of Argos Translate": ["metadata.json", "model/model.bin", "sentencepiece.model"],
+    "a model of eole": ["model.00.safetensors", "vocab.json", "config.json"],
+    "a checkpoint of T5X": ["checkpoint", "target.decoder.logits_dense.kernel/.zarray"],
+    "a checkpoint of TensorFlow": ["checkpoint", "m-9.index", "m-9.data-00000-of-00001"],
+    "a model of Keras": ["model.weights.h5", "config.json"],
+    "a graph of ONNX": ["encoder_model.onnx", "decoder_model.onnx", "config.json"],
+    "weights of Flax": ["flax_model.msgpack", "config.json"],
+    "weights of TensorFlow": ["tf_model.h5", "config.json"],
+}
+
+
+@pytest.mark.parametrize("what", FOREIGN)
+def test_folders_of_other_programs_are_named(what, tmp_path):
+    for name in FOREIGN[what]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"model_type": "bart"}')
+    for load in (fmt.load, functools.partial(read, "bart"), opus):
+        with pytest.raises(UserError, match=f"holds {what}, which cannot be read: ") as caught:
+            load(tmp_path)
+        assert "\n" not in str(caught.value)
+    assert (
+        what not in ("weights of Flax", "weights of TensorFlow")
+        or str(tmp_path) in str(caught.value).partition("from_pretrained(")[2]
+    )
+
+
+def opus(folder):
+    return convert("marian-native", "marian", folder, folder / "new")
+
+
+def test_forced_tokens_as_lists(saved, tmp_path):
+    folder, *_ = saved("nllb")
+    shutil.copytree(folder, tmp_path / "nllb")
+    expected, _ = read("nllb", folder)
+    path = tmp_path / "nllb" / SEARCH
+    first = json.loads(path.read_text())["forced_bos_token_id"]
+    lists = {"forced_bos_token_id": [first], "decoder_start_token_id": [2], "pad_token_id": [1]}
+    edit(path, **lists, forced_eos_token_id=[2])
+    edit(tmp_path / "nllb" / "config.json", **lists)
+    bundle, notes = read("nllb", tmp_path / "nllb")
+    assert notes == ()
+    decode = dataclasses.replace(expected.config.decode, force_end=True)
+    assert bundle.config == dataclasses.replace(expected.config, decode=decode)
+    edit(path, forced_bos_token_id=[first, first + 1], forced_decoder_ids=[[1, first]])
+    _, notes = read("nllb", tmp_path / "nllb")
+    assert [note.partition("=")[0] for note in notes] == [
+        "forced_bos_token_id",
+        "forced_decoder_ids",
+    ]
+
+
+@pytest.mark.parametrize("more", [5, -5])
+def test_weights_of_more_and_fewer_tokens_than_the_vocabulary(more, saved, tmp_path):
+    folder, model, tokenizer = saved("bart")
+    shutil.copytree(folder, tmp_path / "bart")
+    resized = copy.deepcopy(model)
+    resized.resize_token_embeddings(len(tokenizer) + more, mean_resizing=False)
+    resized.save_pretrained(tmp_path / "bart")
+    if more < 0:
+        with pytest.raises(UserError, match=r"and none of '.*': add them in transformers"):
+            read("bart", tmp_path / "bart")
+        return
+    bundle, _ = read("bart", tmp_path / "bart")
+    assert bundle.config.model.target_vocab_size == len(tokenizer) + more
+
+
+@pytest.mark.parametrize("kind", ["bart", "m2m100"])
+def test_inputs_are_as_long_as_the_positions_that_a_model_has(kind, saved, tmp_path):
+    folder, published, _ = saved(kind)
+    shutil.copytree(folder, tmp_path / "long")
+    settings = hub_models.config(kind, published.config.vocab_size, max_position_embeddings=700)
+    hub_models.random_model(settings).save_pretrained(tmp_path / "long")
+    for path, longest in ((tmp_path / "long", 700), (folder, 256 if kind == "bart" else 512)):
+        config = read(kind, path)[0].config
+        assert longest_source(config.decode, [config.model]) == longest

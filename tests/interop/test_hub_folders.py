@@ -176,12 +176,7 @@ def test_words_of_byte_level_vocabularies_begin_with_a_space(saved):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "german"),
-    [
-        ("nllb", "deu_Latn"),
-        pytest.param("m2m100", "__de__", marks=pytest.mark.slow),
-        pytest.param("mbart50", "de_DE", marks=pytest.mark.slow),
-    ],
+    ("kind", "german"), [("nllb", "deu_Latn"), ("m2m100", "__de__"), ("mbart50", "de_DE")]
 )
 def test_references_name_the_language_to_translate_into(kind, german, saved, tmp_path, capfd):
     run, bundle = tmp_path / "run", read(kind, saved(kind)[0])

@@ -16,7 +16,7 @@ import pytest
 import safetensors.numpy
 import talker
 import torch
-from flax.traverse_util import unflatten_dict
+from drawn_params import drawn_params
 from rounding import rounding_tolerance
 
 from flaxformer_mt.cli import main
@@ -26,7 +26,6 @@ from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.convert import OWN, convert
 from flaxformer_mt.interop.formats import generation_config, huggingface
 from flaxformer_mt.interop.formats.bundle import ModelBundle
-from flaxformer_mt.model.functional import parameter_shapes
 from flaxformer_mt.model.transformer import Transformer
 from flaxformer_mt.trained_model import load_run
 
@@ -156,7 +155,7 @@ def test_folder_to_run_to_folder(name, tmp_path):
     assert convert(OWN, "marian", run, again) == ()
     for file in ("source.spm", "target.spm", "vocab.json", "tokenizer_config.json"):
         assert (again / file).read_bytes() == (published / file).read_bytes()
-    read = functools.partial(huggingface._read_tensors, ignores=lambda name: False)
+    read = functools.partial(huggingface.read_tensors, ignores=lambda name: False)
     before, after = map(read, (published, again))
     assert before[1] == after[1]
     chex.assert_trees_all_equal(after[0], before[0])
@@ -208,18 +207,10 @@ def test_a_run_of_ours_to_hugging_face_and_back(trained_run, tmp_path, capsys):
     )
 
 
-def bundle_of(config, tokenizers):
-    """A model with random parameters."""
-    draw = np.random.default_rng(0)
-    shapes = parameter_shapes(config.model)
-    params = {path: draw.normal(0, 0.3, shape).astype("f4") for path, shape in shapes.items()}
-    return ModelBundle(config, unflatten_dict(params, sep="/"), tokenizers)
-
-
 def own_bundle(trained_run, **model):
     run = load_run(trained_run)
     config = dataclasses.replace(run.config, model=dataclasses.replace(run.model, **model))
-    return bundle_of(config, run.tokenizers)
+    return ModelBundle(config, drawn_params(config.model), run.tokenizers)
 
 
 REFUSED = {

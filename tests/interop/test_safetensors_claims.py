@@ -3,12 +3,11 @@
 import json
 import struct
 
-import jax
 import numpy as np
 import pytest
 import safetensors.numpy
+from drawn_params import drawn_params
 
-import flaxformer_mt as fmt
 from flaxformer_mt import interop
 from flaxformer_mt.config import TransformerConfig, to_dict
 from flaxformer_mt.errors import UserError
@@ -82,7 +81,7 @@ def test_a_carried_name_may_contain_slashes(tmp_path):
     model = TransformerConfig(
         target_vocab_size=3, source_vocab_size=3, d_model=8, num_heads=1, d_ff=8
     )
-    params = jax.jit(fmt.init, static_argnums=0)(model, jax.random.key(0))
+    params = drawn_params(model)
     params |= {"carried": {"a/b.c": np.ones(2, np.float32)}}
     own_format.write(path, interop.TrainingState(model, params, None), "a family of the user")
     state, _ = own_format.read(path, {})

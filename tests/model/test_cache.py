@@ -5,11 +5,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drawn_params import drawn_params
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.model.attention import KeyValue
 from flaxformer_mt.model.cache import Cache, insert_rows
-from flaxformer_mt.model.functional import init
 from flaxformer_mt.model.transformer import Transformer
 
 
@@ -41,7 +41,7 @@ KINDS = {
 }
 
 
-@pytest.mark.slow_except("rotary-1", "t5_relative-2", "ssru-1")
+@pytest.mark.slow_except("t5_relative-2", "ssru-1")
 @pytest.mark.parametrize("beams", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_several_tokens_in_one_step_are_those_of_one_at_a_time(float64, kind, beams):
@@ -54,7 +54,7 @@ def test_several_tokens_in_one_step_are_those_of_one_at_a_time(float64, kind, be
     model, draw = Transformer(config), np.random.default_rng(0)
     source = jnp.array(draw.integers(3, 19, (2, 4)), jnp.int32)
     tokens = jnp.array(draw.integers(3, 19, (2, 4, beams)), jnp.int32)
-    variables = {"params": jax.jit(init, static_argnums=0)(config, jax.random.key(0))}
+    variables = {"params": drawn_params(config)}
 
     @jax.jit
     def begun(variables):

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
+from drawn_params import drawn_params
 from flax import linen as nn
 
 from flaxformer_mt.config import TransformerConfig
@@ -36,9 +37,7 @@ POSITIONS = jnp.asarray([[*range(4), *range(4), 0], [*range(5), *range(4)]], jnp
 BATCH = Batch(TOKENS, TOKENS, TOKENS, jnp.ones((2, 9)), SEGMENTS, SEGMENTS, POSITIONS, POSITIONS)
 
 
-@functools.cache
-def params_of(config):
-    return jax.jit(functional.init, static_argnums=0)(config, jax.random.key(0))
+params_of = functools.cache(drawn_params)
 
 
 @pytest.mark.slow_except("residual_norm")

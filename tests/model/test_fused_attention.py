@@ -11,12 +11,13 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.model import kernels
 from flaxformer_mt.model.attention import scaled_dot_product_attention
-from flaxformer_mt.model.kernels.attention_blocks import kept_weights
+from flaxformer_mt.model.kernels.attention_blocks import Operands, kept_weights
 from flaxformer_mt.model.kernels.fused_attention import (
     PLATFORMS,
     AttentionCase,
     AttentionInputs,
     AttentionOptions,
+    _specs,
     choose_backend,
     fused_attention,
 )
@@ -29,7 +30,7 @@ B, H = 2, 2
 DROPPED = round(0.25 * 2**16)
 
 
-def case(queries, keys, *, width=32, bias=False, dropout=False, dtype=jnp.float32):
+def case(queries, keys, *, width=32, bias=False, dropout=False, packed=False, dtype=jnp.float32):
     """Packed rows of unequal lengths: source sentences without target, and targets without source.
 
     In both rows some queries and keys are padding; sentence 2 of the first row has queries only.
@@ -42,7 +43,7 @@ def case(queries, keys, *, width=32, bias=False, dropout=False, dtype=jnp.float3
         rows = [np.repeat(np.arange(1, len(row) + 1), row) for row in lengths]
         return jnp.asarray([np.pad(row, (0, length - len(row))) for row in rows], jnp.int32)
 
-    return AttentionInputs(
+    inputs = AttentionInputs(
         query,
         key,
         value,
@@ -51,11 +52,27 @@ def case(queries, keys, *, width=32, bias=False, dropout=False, dtype=jnp.float3
         jnp.asarray(rng.normal(size=(B, H, queries, keys)), jnp.float32) if bias else None,
         jax.random.key(3) if dropout else None,
     )
+    if not packed:
+        return inputs
+    of_query, of_value = jnp.asarray(rng.normal(size=(2, H, width)), dtype)
+    vectors = jnp.stack([x.swapaxes(1, 2) for x in inputs[:3]], axis=3)
+    return inputs._replace(
+        query=vectors, key=None, value=None, query_bias=of_query, value_bias=of_value
+    )
+
+
+def unpacked(inputs):
+    """The same with separate vectors, which have the biases."""
+    if not inputs.is_packed:
+        return inputs
+    query, key, value = jnp.moveaxis(inputs.query, 3, 0).swapaxes(2, 3)
+    query, value = query + inputs.query_bias[:, None], value + inputs.value_bias[:, None]
+    return inputs._replace(query=query, key=key, value=value, query_bias=None, value_bias=None)
 
 
 def reference(inputs, causal, backend="pallas_tpu"):
     """The same by `scaled_dot_product_attention`, with a dense mask and the same random numbers."""
-    query, key, value, query_segments, key_segments, bias, dropout_key = inputs[:7]
+    query, key, value, query_segments, key_segments, bias, dropout_key = unpacked(inputs)[:7]
     mask = segment_mask(query_segments, key_segments)
     if causal:
         mask &= causal_mask(query.shape[2])
@@ -79,7 +96,8 @@ def value_and_gradients(attend, inputs):
         for name, x in inputs._asdict().items()
         if name not in ("query_segments", "key_segments", "dropout_key") and x is not None
     }
-    cotangent = jnp.asarray(np.random.default_rng(1).normal(size=inputs.query.shape))
+    shape = unpacked(inputs).query.shape
+    cotangent = jnp.asarray(np.random.default_rng(1).normal(size=shape))
 
     @jax.jit
     def run(floats):
@@ -92,16 +110,20 @@ def value_and_gradients(attend, inputs):
 CASES = {
     "cross": ((64, 192), {}, False),
     "everything": ((70, 70), {"bias": True, "dropout": True}, True),
+    # Sentence 3 of the first row crosses a border of blocks.
+    "packed": ((100, 100), {"bias": True, "dropout": True, "packed": True}, True),
     "width_64": ((64, 64), {"width": 64}, True),
     "width_128": ((64, 64), {"width": 128}, False),
 }
 
 
-@pytest.mark.slow_except("everything-pallas_gpu")
+@pytest.mark.slow_except("packed-pallas_gpu")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_einsum_and_its_gradients(backend, name):
     lengths, switches, causal = CASES[name]
+    if backend == "pallas_tpu":  # It takes no packed vectors.
+        switches = switches | {"packed": False}
     inputs = case(*lengths, **switches)
     dropped = DROPPED if inputs.dropout_key is not None else 0
     options = AttentionOptions(backend, causal, dropped, interpret=True)
@@ -204,6 +226,23 @@ def test_on_a_mesh_every_device_computes_its_own_rows_and_heads(backend):
     sharded = compiled(jax.device_put(inputs, shardings))
     assert sharded[0].sharding.is_equivalent_to(vectors, 2)
     chex.assert_trees_all_close(jax.device_get(sharded), run(inputs), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_bias_of_each_row_is_sharded_like_the_rows(rows):
+    vectors, segments, bias = (2, 8, 2, 4), (2, 8), (rows, 2, 8, 8)
+    operands = Operands(
+        *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [vectors] * 3 + [segments] * 2),
+        jax.ShapeDtypeStruct(bias, jnp.float32),
+    )
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    with (
+        jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
+        nn.logical_axis_rules(ACTIVATION_RULES),
+    ):
+        specs, _ = _specs(operands)
+    assert specs.query[0] == "data"
+    assert specs.bias == PartitionSpec(specs.query[0] if rows == 2 else None, specs.query[2])
 
 
 LOWERED = {

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drawn_params import drawn_params
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.model.linear import Dense
@@ -58,9 +59,7 @@ def as_parameters(params):
     return jax.tree_util.tree_map_with_path(of_leaf, params)
 
 
-@functools.cache
-def params_of(config):
-    return jax.jit(Transformer(config).init)(jax.random.key(0), SOURCE, TARGET)["params"]
+params_of = functools.cache(drawn_params)
 
 
 @functools.cache

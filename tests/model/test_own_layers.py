@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drawn_params import drawn_params
 from test_experiment import CONFIG
 
 import flaxformer_mt as fmt
@@ -64,7 +65,7 @@ def params():
     spec = importlib.util.spec_from_file_location("mixture_of_experts", EXAMPLE)
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
     try:
-        return jax.jit(fmt.init, static_argnums=0)(MODEL, jax.random.key(0))
+        return drawn_params(MODEL)
     finally:
         FEED_FORWARD.classes = before
 
@@ -101,6 +102,7 @@ def test_losses_of_layers_survive_loops_and_recomputation(params):
 EXPERTS = [("feed_forward/(wide|narrow)$", ("experts", None, None))]
 
 
+@pytest.mark.slow_except("{'experts': 4}")
 @pytest.mark.parametrize("axes", [{"fsdp": 2, "tensor": 2}, {"experts": 4}], ids=str)
 def test_a_router_is_trained_alike_on_every_mesh(params, axes):
     batch = batch_of()

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drawn_params import drawn_params
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
@@ -69,16 +70,7 @@ class Compiled(Transformer):
 def of(kind, **overrides):
     """Model and random parameters of a position kind."""
     model = Compiled(dataclasses.replace(TINY, **KINDS[kind] | overrides))
-    source = SOURCE if model.config.has_inputs else None
-    shapes = jax.eval_shape(model.init, jax.random.key(0), source, TARGET)
-    rng = np.random.default_rng(0)
-    params = jax.tree.map_with_path(
-        lambda path, leaf: jnp.asarray(
-            (path[-1].key == "scale") + 0.3 * rng.normal(size=leaf.shape), leaf.dtype
-        ),
-        shapes,
-    )
-    return model, params
+    return model, {"params": drawn_params(model.config)}
 
 
 def test_slopes_are_those_of_the_paper():

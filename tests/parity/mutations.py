@@ -173,7 +173,7 @@ ANNOTATED = [
         "precision",
         f"{IN_ENCODER}/feed_forward_norm",
         with_forward(f"{ENCODER}.sublayer.1.norm", narrow_statistics),
-        "statistics",
+        "in float32",
     ),
     Mutation(
         "norm position",
@@ -654,7 +654,7 @@ T5_MODULE = [
         "precision",
         f"{IN_ENCODER}/self_attention_norm",
         with_forward("encoder.block.0.layer.0.layer_norm", T5LayerNorm.forward),
-        "statistics",
+        "in float32",
     ),
     Mutation(
         "norm epsilon",

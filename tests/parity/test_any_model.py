@@ -601,3 +601,142 @@ def test_optimizer_steps(epsilon, passed):
     if not passed:
         assert "Adam's epsilon is 0.001 in the reference, 1e-08 in ours" in first.explanation
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+
+
+def random_function(params, x):
+    y = parity.tap("layer", dense(params["layer"], x))
+    keys = jax.random.split(jax.random.key(0))
+    kept = jax.lax.scan(lambda _, key: (_, jax.random.bernoulli(key, 0.75, y.shape)), 0, keys)[1]
+    return parity.tap("dropped", jnp.where(kept[1], y / 0.75, 0)) * 2
+
+
+def test_a_function_that_draws_random_numbers():
+    report = parity.compare_models(
+        Weighted(lambda y: y * 2),
+        random_function,
+        LINEAR,
+        INPUTS,
+        names={"layer": "layer"},
+        weights=linear("layer", "layer", bias=True),
+    )
+    (finding,) = report.findings
+    assert (finding.site, finding.diagnosis.cause) == ("output", "dropout")
+
+
+def softmax_in(dtype):
+    return lambda y: y.to(dtype).softmax(-1).type_as(y) * y
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours_in_float32", "factor", "causes"),
+    [
+        (torch.float32, False, 1, {"weights": "precision"}),
+        (torch.float32, False, 0.5, {"weights": "precision", "output": "scale"}),
+        (torch.bfloat16, False, 1, {"weights": "precision"}),
+        (torch.float32, True, 1, {}),
+        (torch.float32, True, 0.5, {"output": "scale"}),
+    ],
+)
+def test_a_softmax_in_fewer_digits(theirs, ours_in_float32, factor, causes):
+    dtype = jnp.float32 if ours_in_float32 else jnp.float64
+
+    def function(params, x):
+        y = dense(params["layer"], x)
+        weights = parity.tap("weights", jax.nn.softmax(y.astype(dtype)))
+        return weights.astype(y.dtype) * y
+
+    report = parity.compare_models(
+        Weighted(lambda y: factor * softmax_in(theirs)(y)),
+        function,
+        LINEAR,
+        INPUTS,
+        names={"weights": parity.softmax_output("")},
+        weights=linear("layer", "layer", bias=True),
+    )
+    assert {each.site: each.diagnosis.cause for each in report.findings} == causes
+    assert report.passed == (not causes), report
+    assert any("computes in float32 before weights" in n for n in report.notes) == ours_in_float32
+
+
+class Embedded(nn.Module):
+    """A norm of embeddings with positions, whose sum is no module's output."""
+
+    def __init__(self, scale, position_scale):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(7, 8).double(), nn.Embedding(5, 8).double()
+        self.norm = nn.LayerNorm(8, elementwise_affine=False)
+        self.scales = scale, position_scale
+
+    def forward(self, tokens):
+        positions = self.positions.weight[: tokens.shape[1]]
+        return self.norm(self.tokens(tokens) * self.scales[0] + positions * self.scales[1])
+
+
+@pytest.mark.parametrize(
+    ("ours", "scales", "cause"),
+    [
+        (8**0.5, (8**0.5, 0), "positions missing"),
+        (8**0.5, (8**0.5, 2), "positions added twice"),
+        (8**0.5, (1, 1), "embedding scale"),
+        (1, (8**0.5, 1), "embedding scale"),
+    ],
+)
+def test_embeddings_and_positions_before_a_norm(ours, scales, cause):
+    def function(params, tokens):
+        x = parity.tap("tokens", params["tokens"]["weight"][tokens])
+        x = parity.tap("embedded", x * ours + params["positions"]["weight"][: tokens.shape[1]])
+        x = x - x.mean(-1, keepdims=True)
+        return parity.tap("norm", x / jnp.sqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-5))
+
+    report = parity.compare_models(
+        Embedded(*scales),
+        function,
+        {"tokens": {"weight": np.zeros((7, 8))}, "positions": {"weight": np.zeros((5, 8))}},
+        np.random.default_rng(0).integers(7, size=(3, 4)),
+    )
+    assert {each.site: each.diagnosis.cause for each in report.findings} == {"norm": cause}
+    assert "at embedded" in report.explanation()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["none", "scale", "mask", "split", "join"])
+def test_faults_inside_a_fused_attention(fault):
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.projected, self.out = nn.Linear(8, 24).double(), nn.Linear(8, 8).double()
+
+        def forward(self, x):
+            parts = self.projected(x).chunk(3, -1)
+            if fault == "split":
+                q, k, v = (part.unflatten(-1, (4, 2)).permute(0, 3, 1, 2) for part in parts)
+            else:
+                q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in parts)
+            seen = torch.ones(5, 5, dtype=torch.bool).tril(-1 if fault == "mask" else 0)
+            scale = 1.0 if fault == "scale" else None
+            y = nn.functional.scaled_dot_product_attention(q, k, v, seen, scale=scale)
+            y = y.reshape(x.shape) if fault == "join" else y.transpose(1, 2).flatten(2)
+            return self.out(y)
+
+    def function(params, x):
+        projected = parity.tap("projected", dense(params["projected"], x))
+        q, k, v = (part.reshape(3, 5, 2, 4) for part in jnp.split(projected, 3, -1))
+        y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        return dense(params["out"], y.reshape(x.shape))
+
+    layers = {"projected": (8, 24), "out": (8, 8)}
+    with jax.numpy_dtype_promotion("standard"):  # JAX's attention mixes dtypes.
+        report = parity.compare_models(
+            Attention(),
+            function,
+            {n: {"kernel": np.zeros(s), "bias": np.zeros(s[1:])} for n, s in layers.items()},
+            np.random.default_rng(0).normal(size=(3, 5, 8)),
+            weights=[rule for name in layers for rule in linear(name, name, bias=True)],
+        )
+    causes = {
+        "scale": "attention scale",
+        "mask": "causal mask off by one",
+        **dict.fromkeys(("split", "join"), "head order"),
+    }
+    found = [(each.site, each.diagnosis.cause) for each in report.findings]
+    assert found == ([("output", causes[fault])] if fault in causes else []), report

@@ -10,10 +10,9 @@ from test_report import agreeing, diagnosed
 
 from flaxformer_mt import parity
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.parity.families.settings import SettingDifference
 from flaxformer_mt.parity.program.diagnosis import Diagnosis
 from flaxformer_mt.parity.reports.baseline import AcceptedDifference, judged, read_baseline
-from flaxformer_mt.parity.reports.comparison import Finding, Row
+from flaxformer_mt.parity.reports.comparison import Finding, Row, SettingDifference
 from flaxformer_mt.parity.reports.report import Report
 
 REPORT = Report(

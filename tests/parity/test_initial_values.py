@@ -22,19 +22,10 @@ SIZES = {
 # Trained by other programs (Marian, fairseq) than the published models, whose initial values are
 # replaced by those of a checkpoint; double_projection composes two matrices into one.
 OTHERS = ("double_projection", "marian", "mbart", "m2m100")
-# Each of their initial values depends on the place of the matrix.
-BY_PLACE = ("torch", "fairseq", "t5")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "family",
-    [
-        name if name in BY_PLACE else pytest.param(name, marks=pytest.mark.slow)
-        for name in presets.FAMILIES
-        if name not in OTHERS
-    ],
-)
+@pytest.mark.parametrize("family", [name for name in presets.FAMILIES if name not in OTHERS])
 def test_initial_values_have_the_published_spread(family):
     torch.manual_seed(0)
     reference = references.build(family, **SIZES)

@@ -125,7 +125,7 @@ def test_masks_may_be_left_out_without_padding():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["fairseq", pytest.param("torch", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["fairseq", "torch"])
 def test_as_many_sentences_as_tokens(family):
     reference, hints, _ = published(family)
     pad = hints.get("pad_id", 0)

@@ -17,9 +17,9 @@ from flaxformer_mt.cli import main
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.parity.families import check as families
 from flaxformer_mt.parity.families import published
-from flaxformer_mt.parity.families import saved_files as files
+from flaxformer_mt.parity.families import saved_values as files
 from flaxformer_mt.parity.families.recipes import recipe
-from flaxformer_mt.parity.families.saved_files import script
+from flaxformer_mt.parity.families.saved_values import script
 from flaxformer_mt.parity.families.tokens import example
 from flaxformer_mt.parity.trace.module_values import Tap, values_of_module
 

@@ -7,7 +7,7 @@ import numpy as np
 import opus_mt
 import pytest
 import torch
-from toy_references import Variant, others_are_slow
+from toy_references import Variant
 
 from flaxformer_mt import interop
 from flaxformer_mt.errors import UserError
@@ -95,10 +95,7 @@ def test_special_tokens_that_collide_or_do_not_exist_are_named(family, settings,
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
-    others_are_slow(
-        ["annotated", "double_projection", "fairseq", "jadore801120", "mbart", "opennmt"],
-        ["double_projection", "opennmt"],
-    ),
+    ["annotated", "double_projection", "fairseq", "jadore801120", "mbart", "opennmt"],
 )
 def test_models_without_padding(family):
     report = check_family(family, **ONE_LAYER, pad_id=-1)

@@ -374,7 +374,7 @@ def one_thread(monkeypatch):
     )
 
 
-@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [60, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_schedules(count, one_thread, tmp_path):
     for seed in range(count):
         path = tmp_path / str(seed)

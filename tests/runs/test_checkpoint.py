@@ -85,7 +85,7 @@ def test_what_is_saved_is_restored_to_the_bit_on_other_devices(
     template = make_state(step=0, num_devices=restored_on, with_ema=with_ema)
     with Checkpoints(tmp_path) as checkpointer:
         assert checkpointer.latest_step() == 7
-        restored, restored_progress = checkpointer.restore(template)
+        restored, restored_progress = checkpointer.restore_or(template, {})
     assert restored_progress == progress
     chex.assert_trees_all_equal(jax.device_get(restored), jax.device_get(state))
     chex.assert_trees_all_equal_dtypes(restored, state)
@@ -108,7 +108,7 @@ def test_the_state_of_adafactor_is_restored(tmp_path):
     with Checkpoints(tmp_path) as checkpointer:
         checkpointer.save(7, state_of(7))
     with Checkpoints(tmp_path) as checkpointer:
-        restored, _ = checkpointer.restore(state_of(0))
+        restored, _ = checkpointer.restore_or(state_of(0), {})
     chex.assert_trees_all_equal(restored, state_of(7))
 
 
@@ -280,7 +280,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(copy, damage, c
     lines = []
     with Checkpoints(copy, keep_last=2, announce=lines.append) as checkpointer:
         assert checkpointer.latest_step() == 2
-        restored, _ = checkpointer.restore(make_state(0))
+        restored, _ = checkpointer.restore_or(make_state(0), {})
         chex.assert_trees_all_equal(restored, make_state(2))
         assert entries(copy) == ["1", "2", "3.damaged"]
         # The run can write that step again; the damaged one does not count as one that is kept.
@@ -329,7 +329,7 @@ def test_a_hostile_checkpoint_whose_manifest_fits_is_one_line(copy, name):
         Checkpoints(copy) as checkpoints,
         pytest.raises(UserError, match=r"checkpoints/3(: damaged| is damaged| holds another kind)"),
     ):
-        checkpoints.restore(make_state(0))
+        checkpoints.restore_or(make_state(0), {})
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + 500_000
 
 
@@ -392,7 +392,7 @@ def test_parameters_alone_can_be_used_but_not_trained_on(tmp_path):
         Checkpoints(tmp_path) as checkpointer,
         pytest.raises(UserError, match=rf"parameters only.*train\.init_from={tmp_path}"),
     ):
-        checkpointer.restore(make_state(0))
+        checkpointer.restore_or(make_state(0), {})
 
 
 def test_a_manifest_names_every_file(tmp_path):
@@ -429,7 +429,7 @@ def test_a_failed_write_is_one_error_and_leaves_nothing(tmp_path):
             with pytest.raises(UserError, match="too large; earlier checkpoints are intact"):
                 checkpointer.wait()
         assert checkpointer.latest_step() == 1
-        chex.assert_trees_all_equal(checkpointer.restore(make_state(0))[0], make_state(1))
+        chex.assert_trees_all_equal(checkpointer.restore_or(make_state(0), {})[0], make_state(1))
     assert entries(tmp_path) == ["1"]
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from drawn_params import drawn_params
 from flax.core import FrozenDict
 from flax.training.train_state import TrainState as FlaxState
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -183,7 +184,7 @@ def test_other_dtypes_are_converted_to_if_that_is_accepted(tmp_path):
     with pytest.raises(UserError, match="params/layers/kernel: float32 there, bfloat16 here"):
         restored(tmp_path, as_dict(0) | {"params": half})
     with fmt.Checkpoints(tmp_path) as checkpoints:
-        state, _ = checkpoints.restore(as_dict(0) | {"params": half}, accept_changes=True)
+        state, _ = checkpoints.restore_or(as_dict(0) | {"params": half}, {}, accept_changes=True)
     expected = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), make_params(3))
     chex.assert_trees_all_equal(state["params"], expected)
     chex.assert_trees_all_equal_dtypes(state["params"], expected)
@@ -215,7 +216,7 @@ def model(tmp_path_factory):
         num_decoder_layers=1,
         **tokenizers.fields,
     )
-    return config, tokenizers, jax.jit(fmt.init, static_argnums=0)(config, jax.random.key(0))
+    return config, tokenizers, drawn_params(config)
 
 
 def test_a_saved_run_is_a_run_folder(tmp_path, model):

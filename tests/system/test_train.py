@@ -9,7 +9,7 @@ from small_runs import metrics
 from flaxformer_mt.cli import training
 from flaxformer_mt.decoding.translator import Translator
 from flaxformer_mt.runs.folder import read_config
-from flaxformer_mt.training.optimizer import make_schedule
+from flaxformer_mt.training.optimizer import make_schedule, warmup_length
 
 
 @pytest.mark.slow
@@ -64,7 +64,7 @@ def test_every_configuration_is_valid_also_with_few_steps(name, tmp_path):
     for options in ((), ("--train.num-steps=120",), ("--optimizer.warmup_steps=100",)):
         arguments = [f"--config=configs/{name}.py", f"--workdir={tmp_path}", *options]
         config = training.parse_flags(arguments).experiment()
-        w = config.optimizer.warmup_length(config.train.num_steps)
+        w = warmup_length(config.optimizer, config.train.num_steps)
         assert 0 < w < config.train.num_steps
         make_schedule(config.optimizer, config.model.d_model, config.train.num_steps)
         assert not config.optimizer.warmup or "--optimizer.warmup_steps=100" not in options

@@ -81,9 +81,6 @@ def test_a_gradient_that_is_not_finite_is_told_from_such_a_loss(setup):
     chex.assert_trees_all_equal(jax.device_get(state.params), jax.device_get(tiny.state().params))
 
 
-"""Weight decay multiplies the parameters by about -1e12 in each step."""
-
-
 # The moving average.
 
 

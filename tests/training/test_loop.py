@@ -49,7 +49,7 @@ class Run:
         ) as checkpointer:
             state, progress = self.tiny.state(), Progress()
             if checkpointer.latest_step() is not None:
-                state, saved = checkpointer.restore(state)
+                state, saved = checkpointer.restore_or(state, {})
                 progress = Progress.from_json(saved)
             writer = JsonLinesWriter(self.folder / "metrics.jsonl")
             writer.rewind(int(state.step))

@@ -38,7 +38,7 @@ def nbytes(tree):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["mesh", pytest.param("pmap", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strategy", ["mesh", "pmap"])
 def test_data_parallelism_adds_up_the_gradients(setup, strategy):
     tiny = setup.of(strategy, 8)
     state = tiny.state()

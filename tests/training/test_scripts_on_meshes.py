@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drawn_params import drawn_params
 from jax.sharding import NamedSharding, PartitionSpec
 
 import flaxformer_mt as fmt
@@ -31,7 +32,7 @@ def config(tokenizers):
 
 @pytest.fixture(scope="module")
 def params(config):
-    return jax.jit(fmt.init, static_argnums=0)(config, jax.random.key(0))
+    return drawn_params(config)
 
 
 PAIRS = [(f"the dog {number} runs", f"der Hund {number} rennt") for number in range(30)]

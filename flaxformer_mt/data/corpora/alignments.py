@@ -1,6 +1,7 @@
 """Word alignments of sentence pairs, from files in Pharaoh format (`0-0 1-2`, source-target)."""
 
 import itertools
+import operator
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 from flaxformer_mt.data.corpora.rows import with_field
 from flaxformer_mt.data.corpora.text_files import stream_lines
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.writing_systems import spaced_words
 
 _LINK = re.compile(r"(\d{1,9})-(\d{1,9})", re.ASCII)
 
@@ -16,9 +18,13 @@ FIELD = "links"
 """The field of rows that holds a line of an alignment file: its location and the text."""
 
 
+class BeyondWordsError(UserError):
+    """A link has the number of a word that its text does not have."""
+
+
 def links_of(texts: tuple[str, str], location: str, line: str) -> list[tuple[int, int]]:
-    """Returns the linked words of a pair, source and target, both from 0; checks the line."""
-    sizes = [len(text.split()) for text in texts]
+    """Returns the linked words of a pair, see `spaced_words`, both from 0; checks the line."""
+    sizes = [len(spaced_words(text)) for text in texts]
     links = []
     for link in line.split():
         found = _LINK.fullmatch(link)
@@ -27,13 +33,14 @@ def links_of(texts: tuple[str, str], location: str, line: str) -> list[tuple[int
                 f"{location}: {link!r} is not a link: the numbers of a source and a target "
                 "word, such as 0-0 1-2"
             )
-        source, target = int(found[1]), int(found[2])
-        if source >= sizes[0] or target >= sizes[1]:
-            raise UserError(
+        links.append((int(found[1]), int(found[2])))
+        if any(map(operator.ge, links[-1], sizes)):
+            others = any(size < len(text.split()) for size, text in zip(sizes, texts, strict=True))
+            hint = ": replace other spaces than U+0020, which are part of a word" if others else ""
+            raise BeyondWordsError(
                 f"{location}: the link {link} is beyond the words, {sizes[0]} of the source "
-                f"and {sizes[1]} of the target, counted from 0"
+                f"and {sizes[1]} of the target, counted from 0{hint}"
             )
-        links.append((source, target))
     return links
 
 

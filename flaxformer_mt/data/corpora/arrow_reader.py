@@ -9,19 +9,21 @@ from types import MappingProxyType
 from typing import Any
 
 from flaxformer_mt.config.fields import suggestion
-from flaxformer_mt.data.corpora import headers
+from flaxformer_mt.data.corpora.language_codes import sides_of
 from flaxformer_mt.data.corpora.rows import (
-    LINE_BREAKS,
     Fault,
     Reading,
     decoded,
     located,
     numbers_of,
+    one_line,
 )
 from flaxformer_mt.data.corpora.text_files import Source, digest_files, opened
 from flaxformer_mt.errors import UserError, first_line, requiring
 from flaxformer_mt.input_files import max_content, require_regular_files
 
+_BYTES = {"string": "binary", "large_string": "large_binary", "string_view": "binary_view"}
+"""The types of text, and those of its bytes."""
 _READ_AT_ONCE = 1000  # Rows; texts that the file has once are repeated in memory.
 
 
@@ -102,15 +104,12 @@ def open_saved(
     except Exception as error:  # Damaged metadata can raise anything.
         raise UserError(f"{given} cannot be read: {first_line(error)}") from error
     name = f"{folder}/{split}"
-    if not columns:
-        prefix = "translation." if "translation" in rows.features else ""
-        columns = [f"{prefix}{language}" for language in languages]
+    known = [*flat.features]
+    columns = [_name(name, known, column) for column in columns] or _sides(name, known, languages)
     for column in columns:
-        if column not in flat.features:
-            raise _no_column(name, column, [*flat.features])
         feature = flat.features[column]
         _check_is_text(name, column, getattr(feature, "dtype", type(feature).__name__))
-    columns = [*columns, *(_name(name, [*flat.features], column) for column in numbers.values())]
+    columns = [*columns, *(_name(name, known, column) for column in numbers.values())]
     flat = flat.select_columns([*columns]).with_format("arrow")
     files = [Path(file["filename"]) for file in rows.cache_files]
 
@@ -143,23 +142,32 @@ def _validate(table: Any) -> None:
     """
     table.validate()
     for column in table.flatten().itercolumns():
-        kind = {"string": "binary", "large_string": "large_binary"}.get(str(column.type))
+        kind = _BYTES.get(str(column.type))
         (column.cast(kind) if kind else column).validate(full=True)
 
 
 def _rows_of(table: Any, names: Sequence[str]) -> Iterator[Sequence[str] | Fault]:
     """Yields the texts of columns of an Arrow table; a missing text is ""."""
     for row in zip(*(_texts(table[name]) for name in names), strict=True):
-        fault = next((text for text in row if isinstance(text, Fault)), None)
-        texts = ("" if cell is None else str(cell) for cell in row)
-        yield fault or [LINE_BREAKS.sub(" ", text.rstrip("\r\n")) for text in texts]
+        cells = [cell if isinstance(cell, Fault) else one_line(str(cell)) for cell in row]
+        fault = next((cell for cell in cells if isinstance(cell, Fault)), None)
+        yield fault or [*map(str, cells)]
 
 
-def _texts(column: Any) -> list[str | Fault | None]:
+def _texts(column: Any) -> list[Any]:
+    column = column.cast(_plain(column.type))
     try:
-        return column.to_pylist()
+        cells = column.to_pylist()
     except UnicodeDecodeError:  # Arrow itself does not check what it calls strings.
-        return [decoded(text or b"") for text in column.cast("large_binary").to_pylist()]
+        cells = column.cast(_BYTES[str(column.type)]).to_pylist()
+    texts = [decoded(cell) if isinstance(cell, bytes) else cell for cell in cells]
+    texts = ["" if text is None else text for text in texts]
+    return [text.rstrip("\r\n") if type(text) is str else text for text in texts]
+
+
+def _plain(kind: Any) -> Any:
+    """Returns the type of the values of a column, which may be those of a dictionary."""
+    return kind.value_type if str(kind).startswith("dictionary") else kind
 
 
 def _name(path: Path | str, names: Sequence[str], column: str) -> str:
@@ -178,18 +186,17 @@ def _no_column(where: Path | str, column: str, names: Sequence[str]) -> UserErro
 
 
 def _check_is_text(where: Path | str, column: str, kind: Any) -> None:
-    if str(kind) not in ("string", "large_string"):
+    if str(_plain(kind)) not in (*_BYTES, *_BYTES.values()):
         raise UserError(f"{where}: column {column!r} (data.columns) has no text: {kind}")
 
 
-def _sides(path: Path, names: Sequence[str], languages: tuple[str, str]) -> list[str]:
-    nested = [f"translation.{language}" for language in languages]
-    if {*nested} <= {*names}:
-        return nested
-    sides = headers.sides_of(names, languages) or ((0, 1) if len(names) == 2 else None)
+def _sides(where: Path | str, names: Sequence[str], languages: tuple[str, str]) -> list[str]:
+    are_members = any(name.startswith("translation.") for name in names)
+    only = (0, 1) if len(names) == 2 and not are_members else None
+    sides = sides_of(names, languages) or only
     if sides is None:
         raise UserError(
-            f"{path} has the columns {', '.join(map(repr, names))}: name the source and the target "
-            "by data.columns"
+            f"{where} has the columns {', '.join(map(repr, names))}, not one in each of "
+            f"{' and '.join(languages)}: name the source and the target by data.columns"
         )
     return [names[side] for side in sides]

@@ -1,8 +1,8 @@
 """Text as it is compared, to find sentences that occur in several corpora.
 
 Texts are equal if they are so in NFKC, with folded case, single spaces and no punctuation, format
-characters or other invisible ones. It takes many texts at once: one by one, it would take several
-times as long.
+characters or other invisible ones. Tags before them, such as "<2de>", do not count. It takes many
+texts at once: one by one, it would take several times as long.
 """
 
 import hashlib
@@ -17,6 +17,8 @@ from flaxformer_mt.writing_systems import INVISIBLE
 
 _CHUNK = 500  # Texts.
 _is_invisible = re.compile(f"[{INVISIBLE}]").match
+_TAGS = re.compile(r"^(?:(?:<[^<>\s]+>[^\S\n]+|>>[^<>\s]+<<[^\S\n]*)+)(?=\S)", re.MULTILINE)
+"""Tags before text."""
 _UNKNOWN, _REMOVED = 2**32 - 1, 2**32 - 2
 
 _CHARACTERS = np.full(0x110000, _UNKNOWN, np.uint32)
@@ -35,7 +37,7 @@ def comparable(texts: Sequence[str]) -> list[str]:
     joined = "\n".join(texts)
     if joined.count("\n") >= len(texts):
         joined = "\n".join(text.replace("\n", " ") for text in texts)
-    joined = _spaced(joined)
+    joined = _spaced(_TAGS.sub("", joined))
     if joined.isascii():
         joined = joined.casefold()
     else:

@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import hashlib
 import itertools
+import logging
 import random
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,6 +31,8 @@ from flaxformer_mt.data.corpora.text_files import Source, of_files
 from flaxformer_mt.errors import UserError, requiring
 from flaxformer_mt.remote.reading import local_list
 
+_log = logging.getLogger(__name__)
+
 HELD_OUT_PAIRS = 500
 """Number of pairs in the valid and test splits of a generated corpus."""
 
@@ -39,8 +42,8 @@ LONGEST_DIGIT_STRING = 12
 SentencePair: TypeAlias = tuple[str, str]
 Role: TypeAlias = Literal["train", "valid", "test"]
 
-_WITH_COLUMNS = ("tsv", "csv", "jsonl", "parquet", "datasets")
-"""Kinds of corpora whose columns can be chosen."""
+_WITH_COLUMNS = ("tsv", "csv", "jsonl", "parquet", "datasets", "tmx")
+"""Kinds of corpora whose columns, or languages, can be chosen."""
 
 _Draw: TypeAlias = Callable[[random.Random], tuple[str, Callable[[], str]]]
 """Draws a source, and a function that returns its translation."""
@@ -275,13 +278,14 @@ def open_corpus(
             f"{prefix}columns={corpus.columns}: {text} has no columns: leave it out, or give the "
             "file that has them"
         )
-    if numbers and corpus.kind not in _WITH_COLUMNS:
+    if numbers and (corpus.kind == "tmx" or corpus.kind not in _WITH_COLUMNS):
         raise UserError(
             f"{prefix}pair_columns={data.pair_columns}: text of kind {corpus.kind} has no columns: "
             "leave it out, or give a table"
         )
     source = _open(corpus, data, prefix, has_inputs, numbers)
     last = Reading()
+    told: set[str] = set()
 
     def stream(reading: Reading) -> Iterator[SentencePair | None]:
         nonlocal last
@@ -295,6 +299,11 @@ def open_corpus(
         yield from cast(Iterator[SentencePair | None], rows)
         reading.check()
         last = reading
+        unused = (f"{source.name}: {kind}: {rows}" for kind, rows in reading.left_out.items())
+        for remark in (*unused, *reading.remarks):
+            if remark not in told:
+                told.add(remark)
+                _log.warning("%s", remark)
 
     def digest() -> bytes:
         if source.digest is None:
@@ -482,9 +491,10 @@ def _chunked(
 ) -> Iterator[Chunk | None]:
     for number in itertools.count():
         chunk = list(itertools.islice(rows, size))
-        if not chunk:
-            return
         malformed = reading.take()
+        # The last rows may be none of the pairs.
+        if not chunk and not malformed:
+            return
         if is_wanted(number):
             numbers = [n for n, row in enumerate(chunk, number * size + 1) if row is not None]
             yield Chunk([*filter(None, chunk)], numbers, malformed)

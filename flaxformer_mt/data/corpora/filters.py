@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 
 from flaxformer_mt.config import DataConfig
 from flaxformer_mt.data.corpora.corpus import Corpus, SentencePair
-from flaxformer_mt.data.corpora.languages import Identifier, are_similar, divided
+from flaxformer_mt.data.corpora.language_codes import parsed
+from flaxformer_mt.data.corpora.languages import Identifier, are_similar
 from flaxformer_mt.data.corpora.rows import Dropped, location_of
 from flaxformer_mt.errors import UserError, requiring
 from flaxformer_mt.writing_systems import count_words, has_visible
@@ -72,14 +73,10 @@ class PairFilter:
         self._tag = f"{corpus.tag} " if corpus.tag else ""
         self._checks = _checks(config, corpus, has_inputs)
 
-    def without_tag(self, source: str) -> str:
-        """Returns the text of a source."""
-        return source.removeprefix(self._tag)
-
     def keep(self, number: int, pair: SentencePair) -> bool:
         """Returns whether pair `number` of the corpus is kept, or else counts it in `dropped`."""
         source, target = pair
-        text = self.without_tag(source)
+        text = source.removeprefix(self._tag)
         for reason, applies in self._checks.items():
             if applies(text, target):
                 example = example_of(location_of(pair, number), text, target)
@@ -170,12 +167,9 @@ def script_words(language: str) -> tuple[str, ...]:
     """
     with requiring("data.drop_wrong_script", "'flaxformer_mt[demo]'"):
         import babel
-        from babel.core import get_global
 
-    code, subtags = divided(language)
-    likely = get_global("likely_subtags")
-    full = likely.get("_".join([code, *subtags[:1]])) or likely.get(code, "")
-    script = next((subtag for subtag in [*subtags, *full.split("_")[1:]] if len(subtag) == 4), "")
+    code = parsed(language)
+    script = code.likely.script if code.is_known else code.script
     name = babel.Locale("en").scripts.get(script)
     if name is None:
         raise UserError(

@@ -15,6 +15,7 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,6 +33,9 @@ _TRAIN, _LEFT_OUT, _MALFORMED = 0, -1, -2
 
 _FEWEST = 4
 """Pairs of the corpora per pair to hold out for a role, so that at least about half is left."""
+
+_MOST_LEFT_OUT = 10
+"""The distinct pairs of the corpora per pair that may be left out of training for a role."""
 
 _MOST_OF_A_SOURCE = 8
 """Number of lines of a source up to which all are held out together."""
@@ -205,12 +209,15 @@ class Division:
                 if most < wanted:
                     raise UserError(self._too_many(option, wanted, most, numbers))
                 free = np.flatnonzero(usable & ~shares)
+                own = np.flatnonzero(is_own)
+                is_distinct = np.zeros(len(lines), np.bool_)
+                is_distinct[own] = _firsts(_pair_keys(lines[own]))
                 chosen = self._choose(
                     lines[free],
                     frequency[free],
-                    *(_frequencies(lines[side], is_own)[free] for side in ("source", "target")),
+                    *(_Shared.of(lines, counted, free) for counted in (is_own, is_distinct)),
                     wanted=wanted,
-                    budget=most,
+                    budgets=(most, int(is_distinct.sum()) // _MOST_LEFT_OUT),
                     from_below=role == "valid",
                 )
                 if len(chosen) < 0.9 * wanted:
@@ -226,18 +233,18 @@ class Division:
         self,
         lines: np.ndarray,
         frequency: np.ndarray,
-        own_sources: np.ndarray,
-        own_targets: np.ndarray,
+        own: "_Shared",
+        distinct: "_Shared",
         *,
         wanted: int,
-        budget: int,
+        budgets: tuple[int, int],
         from_below: bool,
     ) -> np.ndarray:
-        """Returns the indices of at most `wanted` lines, which cost the training at most `budget`.
+        """Returns the indices of at most `wanted` lines that leave the training intact.
 
         Frequent sources and targets come last, the rarest of them first, with one pair each. What
-        they cost is the lines of the same corpora with the same source or target: `own_sources` and
-        `own_targets`.
+        they cost is the lines of the same corpora with the same source or target, `own`. The
+        `budgets` are of these and, of the distinct pairs among them, of those that are left out.
         """
         limit = min(max(wanted // 10, 1), _MOST_OF_A_SOURCE)
         hashes = _hashes(lines)
@@ -246,12 +253,16 @@ class Division:
         lines, is_frequent = lines[order], frequency[order] > limit
         kept = ~is_frequent | (_firsts(lines["source"]) & _firsts(lines["target"]))
         if self.config.filter_held_out:
-            kept &= _firsts(lines["source"] * _ODD + lines["target"])
+            kept &= _firsts(_pair_keys(lines))
         order, is_frequent = order[kept], is_frequent[kept]
         # The lines of a rare source are held out together.
-        costs = np.maximum(own_targets[order], 1)
-        costs += np.where(is_frequent, own_sources[order], 0)
-        return order[np.cumsum(costs) <= budget][:wanted]
+        costs, others = (
+            np.maximum(each.targets[order], 1) + np.where(is_frequent, each.sources[order], 0)
+            for each in (own, distinct)
+        )
+        own_pairs = 1 + (is_frequent & (distinct.sources[order] > 0))
+        is_left = np.cumsum(np.maximum(others - own_pairs, 0)) <= budgets[1]
+        return order[is_left & (np.cumsum(costs) <= budgets[0])][:wanted]
 
     def _too_many(self, option: str, wanted: int, most: int, numbers: Sequence[int]) -> str:
         names = ", ".join(self.corpora[number].name for number in numbers)
@@ -272,8 +283,9 @@ class Division:
     ) -> None:
         message = (
             f"{option}={wanted}: of {usable:,} pairs, {held:,} are held out for {role}, since most "
-            "sources or targets occur in many lines, which could not be trained on: ask for fewer, "
-            "give text with fewer repetitions, or a development set (data.valid_corpora)"
+            "sources or targets occur in many lines, which could not be trained on (at most one of "
+            f"{_MOST_LEFT_OUT} pairs is left out): ask for fewer, give text with fewer "
+            "repetitions, or a development set (data.valid_corpora)"
         )
         if not held:
             raise UserError(message)
@@ -282,6 +294,22 @@ class Division:
 
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 """A factor that makes the hash of a pair depend on which side a text is on."""
+
+
+def _pair_keys(lines: np.ndarray) -> np.ndarray:
+    return lines["source"] * _ODD + lines["target"]
+
+
+class _Shared(NamedTuple):
+    """How many of the lines that are counted have the source, and the target, of some lines."""
+
+    sources: np.ndarray
+    targets: np.ndarray
+
+    @classmethod
+    def of(cls, lines: np.ndarray, is_counted: np.ndarray, indices: np.ndarray) -> "_Shared":
+        sides = (_frequencies(lines[side], is_counted)[indices] for side in ("source", "target"))
+        return cls(*sides)
 
 
 @dataclasses.dataclass(frozen=True)

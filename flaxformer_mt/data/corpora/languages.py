@@ -1,20 +1,18 @@
-"""Language codes, and the language that text is in, as py3langid identifies it.
+"""The language that text is in, as py3langid identifies it.
 
 Source: Lui and Baldwin 2011, "Cross-domain Feature Selection for Language Identification".
 """
 
 import copy
 import functools
-import re
 from typing import Any
 
-_COMMON_NAMES = {"chn": "zh", "chs": "zh_Hans", "cht": "zh_Hant", "cn": "zh", "jp": "ja"}
-"""Languages by names that are common, but not their ISO 639 codes."""
+from flaxformer_mt.data.corpora.language_codes import parsed
 
 _VARIETIES = (
     {"ar", "ary", "arz"},
     {"bs", "hr", "sr"},
-    {"da", "nb", "nn", "no"},
+    {"da", "nn", "no"},
     {"fa", "prs"},
     {"id", "ms"},
     {"wuu", "yue", "zh"},
@@ -23,21 +21,6 @@ _VARIETIES = (
 
 _SCRIPTS = {"sr": {"Cyrl", "Latn"}, "zh": {"Hans", "Hant"}}
 """Scripts that a code may name, of languages that are known in several."""
-
-
-def divided(language: str) -> tuple[str, list[str]]:
-    """Divides a language code ("deu", "sr-Latn", "zh.tok") into its ISO 639 code and the rest.
-
-    The code is the shortest one ("de") if Babel is installed, which the extra `demo` has.
-    """
-    first, *subtags = re.findall(r"[^\W_]+", language) or [""]
-    code, *script = _COMMON_NAMES.get(first.lower(), first.lower()).split("_")
-    try:
-        from babel.core import get_global
-    except ImportError:
-        return code, [*script, *subtags]
-    code, *more = get_global("language_aliases").get(code, code).split("_")
-    return code, [*script, *more, *subtags]
 
 
 def are_similar(first: str, second: str) -> bool:
@@ -69,12 +52,11 @@ class Identifier:
     def identify(self, text: str) -> tuple[str, float]:
         """Returns the code of the most probable language of a text, and its probability."""
         label, probability = self._library.classify(text)
-        return divided(label)[0], probability
+        return parsed(label).language, probability
 
     def _code(self, language: str) -> str:
-        code, subtags = divided(language)
-        scripts = {tag.title() for tag in subtags if len(tag) == 4 and tag.isalpha()}
-        if not scripts <= _SCRIPTS.get(code, set()):
+        code, script, *_ = parsed(language)
+        if script and script not in _SCRIPTS.get(code, {parsed(code).likely.script}):
             return ""
         known = [label for label in self._labels if are_similar(code, label)]
         return code if code in known else next(iter(known), "")
@@ -82,9 +64,9 @@ class Identifier:
 
 @functools.cache
 def _library() -> tuple[Any, dict[str, str]]:
-    """Returns py3langid's identifier, and its labels by the codes of `divided`."""
+    """Returns py3langid's identifier, and its labels by the codes of `parsed`."""
     from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
     library = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
     labels = (label for label in library.labels if label != "zxx")  # No language, such as numbers.
-    return library, {divided(label)[0]: label for label in labels}
+    return library, {parsed(label).language: label for label in labels}

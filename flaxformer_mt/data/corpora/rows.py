@@ -115,8 +115,17 @@ def decoded(text: bytes, whole: str = "text") -> str | Fault:
         return Fault(
             "not UTF-8",
             f" (byte {error.start + 1} of the {whole} is {text[error.start]:#04x})",
-            "convert it to UTF-8",
+            "convert it to UTF-8, as Western text by iconv -f WINDOWS-1252 -t UTF-8",
         )
+
+
+def one_line(cell: str | Fault) -> str | Fault:
+    """Returns the text of a cell with spaces for line breaks, or what is wrong with it."""
+    if isinstance(cell, Fault):
+        return cell
+    if "\0" in cell:
+        return Fault("a NUL character", f" (character {cell.index(chr(0)) + 1} of the text)")
+    return LINE_BREAKS.sub(" ", cell)
 
 
 NOT_WANTED = Fault("not wanted")
@@ -186,6 +195,10 @@ class Reading:
         is_wanted: Callable[[int, int], bool] = lambda first, last: True,
     ) -> None:
         self.dropped: dict[str, Dropped] = {}
+        self.left_out: dict[str, Dropped] = {}
+        """Rows that are no pair in the wanted languages, by reason. They are in `dropped`, too."""
+        self.remarks: list[str] = []
+        """What else there is to say about the text."""
         self.is_wanted = is_wanted
         self.rows_before = 0
         """Number of rows in the files that were read."""
@@ -200,8 +213,21 @@ class Reading:
             if len(self._errors) == _LISTED:
                 self.check()
             return
+        self._count(path, number, fault)
+
+    def leave_out(self, path: Path | None, number: int, fault: Fault) -> None:
+        """Counts a row that is not malformed, but has no text in the wanted languages."""
+        self.left_out = merged([self.left_out, self._count(path, number, fault)])
+
+    def _count(self, path: Path | None, number: int, fault: Fault) -> dict[str, Dropped]:
         row = {fault.kind: Dropped(1, f"{location(path, number)}{fault.detail}")}
         self.dropped = merged([self.dropped, row])
+        return row
+
+    def remark(self, text: str) -> None:
+        """Adds a remark, once."""
+        if text not in self.remarks:
+            self.remarks.append(text)
 
     def take(self) -> dict[str, Dropped]:
         """Returns the rows that were dropped since the last call."""

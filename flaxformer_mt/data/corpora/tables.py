@@ -14,7 +14,6 @@ import csv
 import dataclasses
 import functools
 import itertools
-import logging
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,8 +22,16 @@ from typing import Any, Literal, TypeAlias
 
 from flaxformer_mt.config.data import Quoting
 from flaxformer_mt.config.fields import suggestion
-from flaxformer_mt.data.corpora import arrow_reader, headers, text_files, tmx_reader
-from flaxformer_mt.data.corpora.rows import LINE_BREAKS, Fault, Reading, located, numbers_of
+from flaxformer_mt.data.corpora import arrow_reader, text_files, tmx_reader
+from flaxformer_mt.data.corpora.language_codes import sides_of
+from flaxformer_mt.data.corpora.rows import (
+    LINE_BREAKS,
+    Fault,
+    Reading,
+    located,
+    numbers_of,
+    one_line,
+)
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.input_files import parse_json
 
@@ -42,8 +49,6 @@ _FORMS: Mapping[str, Form] = {
 
 _Rows: TypeAlias = Iterator[tuple[int, Sequence[str] | Fault]]
 """The number of the first line of each row, and its cells or what is wrong with it."""
-
-_log = logging.getLogger(__name__)
 
 
 def form_of(path: Path) -> Form:
@@ -70,13 +75,13 @@ class Table:
         widths: tuple[int, float] = (len(indices), len(indices))
         match self.form:
             case "jsonl":
-                rows = _json_rows(path, self.columns, self.languages, given)
+                rows = _json_rows(path, self.columns, self.languages, given, reading)
             case "parquet":
                 rows = arrow_reader.stream_rows(path, self.columns, self.languages, given)
             case "tmx":
-                rows = tmx_reader.stream_rows(path, self.languages)
+                rows = tmx_reader.stream_rows(path, self.columns or self.languages, reading)
             case _:
-                first, rows = _first(path, self._rows(path))
+                first, rows = _first(path, self._rows(path, reading))
                 indices, widths, is_header = self._layout(path, first)
                 if is_header:
                     next(rows)
@@ -94,20 +99,58 @@ class Table:
             else:
                 yield located((cells[source], cells[target]), path, number, fields)
 
-    def _rows(self, path: Path) -> _Rows:
-        delimiter = "," if self.form == "csv" else "\t"
-        if self._has_quotes(path):
-            return _csv_rows(path, delimiter)
-        return _unquoted_rows(path, delimiter)
-
-    def _has_quotes(self, path: Path) -> bool:
-        if self.quoting != "auto":
-            return self.quoting == "csv"
-        return self.form == "csv" or self._recognized(path)
+    def _rows(self, path: Path, reading: Reading) -> _Rows:
+        delimiter, has_quotes, remarks = self._recognized(path)
+        for text in remarks:
+            reading.remark(f"{path}: {text}")
+        lines = text_files.lines_and_faults(path, remark=reading.remark)
+        return (_csv_rows if has_quotes else _unquoted_rows)(lines, delimiter)
 
     @functools.cached_property
-    def _recognized(self) -> Callable[[Path], bool]:
-        return functools.cache(is_quoted)  # Files are read several times.
+    def _recognized(self) -> Callable[[Path], tuple[str, bool, list[str]]]:
+        """Returns the delimiter of a file, whether cells have quotes, and what there is to say."""
+
+        @functools.cache  # Files are read several times.
+        def recognized(path: Path) -> tuple[str, bool, list[str]]:
+            is_csv, remarks = self.form == "csv", list[str]()
+            has_quotes = self.quoting == "csv" or is_csv
+            if self.quoting == "none":
+                has_quotes = False
+            elif not has_quotes:
+                has_quotes = is_quoted(path, remarks.append)
+            delimiter = "\t"
+            if is_csv:
+                delimiter = self._delimiter(path, has_quotes, remarks.append)
+            return delimiter, has_quotes, remarks
+
+        return recognized
+
+    def _delimiter(self, path: Path, has_quotes: bool, tell: Callable[[str], object]) -> str:
+        """Returns what separates the columns of a CSV file: that by which all rows have as many.
+
+        If several do so, it is one by which the first row names the languages, or else one that no
+        space follows, as it follows commas of text.
+        """
+        sample = [*itertools.islice(text_files.lines_and_faults(path), _SAMPLE)]
+        lines = [line for line in sample if isinstance(line, str)]
+        suitable = []
+        for delimiter in _DELIMITERS:
+            read = _csv_rows if has_quotes else _unquoted_rows
+            rows = [cells for _, cells in read(iter(lines), delimiter)]
+            widths = collections.Counter(0 if isinstance(row, Fault) else len(row) for row in rows)
+            ((width, count),) = widths.most_common(1) or [(0, 0)]
+            if width > 1 and count > _CONSISTENT * len(rows):
+                text = "\n".join(lines)
+                is_spaced = 2 * text.count(f"{delimiter} ") > text.count(delimiter)
+                named = not isinstance(rows[0], Fault) and sides_of(rows[0], self.languages)
+                suitable.append((not named, is_spaced, len(suitable), delimiter))
+        if len(suitable) > 1 and all(not_named for not_named, *_ in suitable):
+            readings = " or ".join(repr(delimiter) for *_, delimiter in sorted(suitable))
+            tell(
+                f"columns may be separated by {readings}: they are read as the first; a header "
+                "such as source;target decides"
+            )
+        return min(suitable)[-1] if suitable else ","
 
     def _layout(
         self, path: Path, first: Sequence[str]
@@ -123,9 +166,9 @@ class Table:
         if self.columns:
             sides = [find(name) for name in self.columns]
             cells = [first[index] for index in sides if index < len(first)]
-            is_header = is_header or headers.sides_of(cells, self.languages) is not None
+            is_header = is_header or sides_of(cells, self.languages) is not None
         else:
-            sides = headers.sides_of(first, self.languages)
+            sides = sides_of(first, self.languages)
             if sides is None:
                 return (0, 1), (2, 2), False
             is_header = True
@@ -164,8 +207,8 @@ def _first(path: Path, rows: _Rows) -> tuple[Sequence[str], _Rows]:
     return (), iter(faults)
 
 
-def _unquoted_rows(path: Path, delimiter: str) -> _Rows:
-    for number, line in enumerate(text_files.lines_and_faults(path), start=1):
+def _unquoted_rows(lines: Iterator[str | Fault], delimiter: str) -> _Rows:
+    for number, line in enumerate(lines, start=1):
         yield number, line if isinstance(line, Fault) else line.split(delimiter)
 
 
@@ -177,11 +220,11 @@ class _Unreadable(csv.Error):
     """A line within a row that is not text."""
 
 
-def _csv_rows(path: Path, delimiter: str) -> _Rows:
+def _csv_rows(texts: Iterator[str | Fault], delimiter: str) -> _Rows:
     """Reads rows of CSV (RFC 4180). After a malformed one, reading goes on with its second line."""
     # A limit of the whole process, by default 131,072 characters.
     csv.field_size_limit(max(csv.field_size_limit(), text_files.MAX_LINE_BYTES))
-    lines = enumerate(text_files.lines_and_faults(path), start=1)
+    lines = enumerate(texts, start=1)
     again: collections.deque[tuple[int, str | Fault]] = collections.deque()
     row: list[tuple[int, str | Fault]] = []
 
@@ -222,18 +265,22 @@ def _csv_rows(path: Path, delimiter: str) -> _Rows:
 
 
 _SAMPLE = 1000
-"""Lines with quotes that tell whether they are those of CSV."""
+"""Lines that tell what separates columns, and lines with quotes that tell whose they are."""
+_DELIMITERS = (",", ";", "\t")
+_CONSISTENT = 0.9
+"""The share of rows with equally many columns, above which a delimiter is one."""
 _QUOTED_CELL = rb'"(?:[^"]|"")*+"'
 _CSV_LINE = re.compile(rb'(?:%b|[^"\t]*)(?:\t(?:%b|[^"\t]*))*' % (_QUOTED_CELL, _QUOTED_CELL))
 _ALL_QUOTED = re.compile(rb"(?:%b|[-+.\d]*)(?:\t(?:%b|[-+.\d]*))*" % (_QUOTED_CELL, _QUOTED_CELL))
 _CELLS = re.compile(rb"(?:^|(?<=\t))%b" % _QUOTED_CELL)
 
 
-def is_quoted(path: Path) -> bool:
+def is_quoted(path: Path, tell: Callable[[str], object]) -> bool:
     """Returns whether a program for CSV wrote a tab-separated file, so that its cells are quoted.
 
-    Such programs quote a cell that has quotes, and double these; some quote every cell. Text that
-    people write has quotes elsewhere. A warning says if a file has both.
+    Such programs quote a cell that has quotes, and double these; some quote every cell, or every
+    one that has a comma. Text that people write has quotes elsewhere. `tell` gets a warning if a
+    file may be both.
     """
     counts: collections.Counter[str] = collections.Counter()
     share = 0.0
@@ -246,30 +293,38 @@ def is_quoted(path: Path) -> bool:
                 # A line with an odd number of quotes is a part of a row.
                 whole = [line for line in lines if line.count(b'"') % 2 == 0]
                 share = sum(map(bool, map(_ALL_QUOTED.fullmatch, whole))) / max(len(whole), 1)
-            counts.update(_evidence(line) for line in lines if b'"' in line)
-            if counts.total() >= _SAMPLE:
+            for line in lines:
+                counts.update(_evidence(line) if b'"' in line else ["comma"] * (b"," in line))
+            if counts.total() - counts["comma"] >= _SAMPLE:
                 break
-    if counts and share > 0.9:
+    if share > 0.9 and counts.total() > counts["comma"]:
         return True
+    how = "data.quoting=csv or none says how to read them"
     if counts["csv"] and counts["text"]:
-        _log.warning(
-            "%s: of the first lines with quotes, %d have them as CSV does and %d do not; "
-            "data.quoting=csv or none says how to read them",
-            path,
-            counts["csv"],
-            counts["text"],
+        tell(
+            f"of the first lines with quotes, {counts['csv']} have them as CSV does and "
+            f"{counts['text']} do not; {how}"
         )
+    elif counts["quoted comma"] and not (counts["csv"] or counts["text"] or counts["comma"]):
+        tell(f"every cell with a comma is quoted, and no other one, as in CSV: quotes go; {how}")
+        return True
     return counts["csv"] > counts["text"]
 
 
-def _evidence(line: bytes) -> str:
-    """Returns whether the quotes of a line are those of CSV, or of text, or may be of both."""
+def _evidence(line: bytes) -> list[str]:
+    """Returns the kinds of cells of a line with quotes.
+
+    They are those of CSV, of text, of either with a comma, or with a comma outside of quotes.
+    """
     if not _CSV_LINE.fullmatch(line):
-        return "either" if line.count(b'"') % 2 else "text"  # A cell may have several lines.
+        return ["part" if line.count(b'"') % 2 else "text"]  # A cell may have several lines.
     cells = [cell[1:-1] for cell in _CELLS.findall(line)]
+    kind = "text"
     if any(b'""' in cell or b"\t" in cell for cell in cells):
-        return "csv"
-    return "either" if all(b"," in cell for cell in cells) else "text"
+        kind = "csv"
+    elif all(b"," in cell for cell in cells):
+        kind = "quoted comma"
+    return [kind, *(["comma"] * (b"," in _CELLS.sub(b"", line)))]
 
 
 def _index_of_number(name: str) -> int:
@@ -286,9 +341,14 @@ def _index(path: Path, name: str, header: Sequence[str]) -> int:
 
 
 def _json_rows(
-    path: Path, columns: Sequence[str], languages: tuple[str, str], numbers: Sequence[str]
+    path: Path,
+    columns: Sequence[str],
+    languages: tuple[str, str],
+    numbers: Sequence[str],
+    reading: Reading,
 ) -> _Rows:
-    for number, line in enumerate(text_files.lines_and_faults(path), start=1):
+    lines = text_files.lines_and_faults(path, remark=reading.remark)
+    for number, line in enumerate(lines, start=1):
         if isinstance(line, Fault):
             yield number, line
         elif line.strip():
@@ -305,16 +365,26 @@ def _json_cells(
         return Fault("not JSON", f": {reason}")
     if not isinstance(values, dict):
         return Fault("not a JSON object with a source and a target")
-    names: Sequence[str] = columns or languages
-    if not columns and "translation" in values:
-        names = [f"translation.{language}" for language in languages]
     cells = []
-    for index, name in enumerate([*names, *numbers]):
+    for index, name in enumerate([*(columns or _members(values, languages)), *numbers]):
         cell = _member(name, values, is_number=index >= 2)
         if isinstance(cell, Fault):
             return cell
         cells.append(cell)
     return cells
+
+
+def _members(values: dict[str, Any], languages: tuple[str, str]) -> Sequence[str]:
+    """Returns the names of the members for two languages."""
+    nested = values.get("translation")
+    names = [f"translation.{name}" for name in nested] if isinstance(nested, dict) else [*values]
+    sides = _cached_sides(tuple(names), languages)
+    if sides is not None:
+        return [names[side] for side in sides]
+    return languages if nested is None else [f"translation.{code}" for code in languages]
+
+
+_cached_sides = functools.lru_cache(64)(sides_of)
 
 
 def _member(name: str, values: dict[str, Any], is_number: bool) -> str | Fault:
@@ -334,4 +404,4 @@ def _member(name: str, values: dict[str, Any], is_number: bool) -> str | Fault:
         return str(value)
     if not isinstance(value, str):
         return Fault(f"{name!r} is not a string")
-    return LINE_BREAKS.sub(" ", value)
+    return one_line(value)

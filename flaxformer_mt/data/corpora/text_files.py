@@ -13,6 +13,7 @@ import hashlib
 import importlib
 import io
 import itertools
+import logging
 import lzma
 import math
 import os
@@ -26,6 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
+from flaxformer_mt.data.corpora.file_content import UNPACK, check_is_text, clean
 from flaxformer_mt.data.corpora.rows import NOT_WANTED, Fault, Reading, decoded, located
 from flaxformer_mt.errors import UserError, prefixed, requiring
 from flaxformer_mt.input_files import open_regular
@@ -44,6 +46,8 @@ COMPRESSED = tuple(_COMPRESSIONS)
 """Suffixes of the files that are decompressed while they are read, in any case."""
 
 _Item = TypeVar("_Item")
+
+_log = logging.getLogger(__name__)
 
 
 class Source(NamedTuple):
@@ -72,36 +76,52 @@ def stream_lines(path: Path) -> Iterator[str]:
     r"""Yields the lines of a UTF-8 text file, which may be compressed (`COMPRESSED`).
 
     Lines end only with "\n", "\r\n" or "\r\r\n": other Unicode line separators, such as
-    U+2028, are part of a sentence. A leading byte order mark is removed.
+    U+2028, are part of a sentence, and "\r" becomes a space. Byte order marks before lines are
+    removed.
 
     Raises:
-      UserError: the file is missing, empty, a damaged compressed file, not UTF-8, or has a line of
-        more than `MAX_LINE_BYTES` (the message names the line). Errors are raised when the reader
-        reaches them, after the lines before.
+      UserError: the file is missing, empty, a damaged compressed file, not UTF-8, or has a NUL or a
+        line of more than `MAX_LINE_BYTES` (the message names the line). Errors are raised when the
+        reader reaches them, after the lines before.
     """
-    return _valid(lines_and_faults(path), str(path))
+    return _valid(lines_and_faults(path, remark=_log.warning), str(path))
 
 
 def lines_and_faults(
-    path: Path, is_wanted: Callable[[int, int], bool] = lambda first, last: True
+    path: Path,
+    is_wanted: Callable[[int, int], bool] = lambda first, last: True,
+    remark: Callable[[str], object] = lambda text: None,
 ) -> Iterator[str | Fault]:
     """Yields lines like `stream_lines`, and what is wrong in place of those that are malformed.
 
-    Lines of which none `is_wanted`, see `Reading`, may be replaced by `NOT_WANTED`.
+    Lines of which none `is_wanted`, see `Reading`, may be replaced by `NOT_WANTED`. `remark` gets
+    what else there is to say, once each.
     """
     number = 0
+    told: set[str] = set()
+
+    def cleaned(lines: Iterable[str | Fault], first: int) -> Iterator[str | Fault]:
+        for index, line in enumerate(lines, first + 1):
+
+            def tell(text: str, index: int = index) -> None:
+                if text not in told:
+                    told.add(text)
+                    remark(f"{path}, line {index} {text}")
+
+            yield line if isinstance(line, Fault) else clean(line, tell)
+
     with opened(path) as file, explained(str(path)):
-        start = file.peek(512)
+        start = file.peek(_BLOCK_BYTES)
         if not start.removeprefix(codecs.BOM_UTF8):
             raise UserError(f"{path} is empty")
-        _check_is_text(start, path)
+        check_is_text(start, path)
         if start.startswith(codecs.BOM_UTF8):
             file.read(len(codecs.BOM_UTF8))
         for block in blocks(file):
             if len(block) > MAX_LINE_BYTES:
                 # With a line that is too long, which may go on after the block.
                 rest = iter(functools.partial(file.readline, MAX_LINE_BYTES + 1), b"")
-                yield from _decoded(itertools.chain(io.BytesIO(block), rest))
+                yield from cleaned(_decoded(itertools.chain(io.BytesIO(block), rest)), number)
                 return
             first, number = number, number + block.count(b"\n") + (not block.endswith(b"\n"))
             if not is_wanted(first, number):
@@ -110,12 +130,13 @@ def lines_and_faults(
             try:
                 text = block.decode()
             except UnicodeDecodeError:
-                yield from _decoded(io.BytesIO(block))
+                yield from cleaned(_decoded(io.BytesIO(block)), first)
                 continue
             lines = text.removesuffix("\n").split("\n")
-            if "\r" in text:
-                lines = [line.rstrip("\r") for line in lines]
-            yield from lines
+            if "\r" in text or "\0" in text or "\ufeff" in text:
+                yield from cleaned(lines, first)
+            else:
+                yield from lines
 
 
 def blocks(file: Any) -> Iterator[bytes]:
@@ -151,8 +172,9 @@ def arriving_lines(
         if lines is None:
             return
         if number == 1:
-            lines[0] = lines[0].removeprefix(codecs.BOM_UTF8)
-        yield list(_valid(_decoded(filter(None, lines)), name, number))
+            check_is_text(b"".join(lines)[:_BLOCK_BYTES], Path(name))
+        texts = _decoded(filter(None, lines))
+        yield list(_valid((t if isinstance(t, Fault) else clean(t) for t in texts), name, number))
         number += len(lines)
 
 
@@ -194,7 +216,9 @@ def stream_parallel(*paths: Path, reading: Reading | None = None) -> Iterator[An
     if reading is not None:
         before, is_wanted = reading.rows_before, reading.is_wanted
         read = functools.partial(
-            lines_and_faults, is_wanted=lambda first, last: is_wanted(before + first, before + last)
+            lines_and_faults,
+            is_wanted=lambda first, last: is_wanted(before + first, before + last),
+            remark=reading.remark,
         )
     rows = itertools.zip_longest(*map(read, paths))
     for number, lines in enumerate(rows, start=1):
@@ -330,7 +354,7 @@ def _member(archive: zipfile.ZipFile, path: Path) -> str:
     if len(names) != 1:
         listed = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
         content = f"{len(names)} files ({listed})" if names else "no file"
-        raise UserError(f"{path} has {content}, not one: unpack it, and name the file to read")
+        raise UserError(f"{path} has {content}, not one: {UNPACK}")
     return names[0]
 
 
@@ -353,38 +377,6 @@ def explained(name: str) -> Iterator[None]:
         if kind != "ZIP":
             raise
         raise UserError(f"{name} cannot be unpacked here ({error}): unpack it") from error
-
-
-_TAR_MAGIC = slice(257, 262), b"ustar"
-_UNPACK = "unpack it, and name the file to read"
-_NOT_TEXT = {
-    b"PK\x03\x04": (
-        "a ZIP archive or a document of an office program",
-        "give an archive the suffix .zip, export a document as CSV",
-    ),
-    b"\x1f\x8b": ("compressed by gzip", "give it the suffix .gz"),
-    b"\x28\xb5\x2f\xfd": ("compressed by Zstandard", "give it the suffix .zst"),
-    b"\xfd7zXZ\x00": ("compressed by xz", "give it the suffix .xz"),
-    b"BZh91AY&SY": ("compressed by bzip2", "give it the suffix .bz2"),
-    b"7z\xbc\xaf": ("a 7z archive", _UNPACK),
-    b"Rar!": ("a RAR archive", _UNPACK),
-    b"PAR1": ("a Parquet file", "give it the suffix .parquet"),
-    b"%PDF-": ("a PDF document", "extract its text"),
-    b"\xd0\xcf\x11\xe0": ("a document of an office program", "export it as CSV"),
-    b"SQLite format 3": ("an SQLite database", "export the table as CSV"),
-    b"\xff\xfe": ("UTF-16", "convert it to UTF-8: iconv -f UTF-16 -t UTF-8"),
-    b"\xfe\xff": ("UTF-16", "convert it to UTF-8: iconv -f UTF-16 -t UTF-8"),
-}
-"""The first bytes of files that are not UTF-8 text: what they are, and what to do."""
-
-
-def _check_is_text(start: bytes, path: Path) -> None:
-    where, magic = _TAR_MAGIC
-    if start[where] == magic or path.suffix.lower() in (".tgz", ".tbz2", ".txz"):
-        raise UserError(f"{path} is a tar archive, not a file of text: {_UNPACK}")
-    for beginning, (what, advice) in _NOT_TEXT.items():
-        if start.startswith(beginning):
-            raise UserError(f"{path} is {what}, not UTF-8 text: {advice}")
 
 
 def _open(path: Path) -> io.BufferedReader:
@@ -451,4 +443,4 @@ def _decoded(lines: Iterable[bytes]) -> Iterator[str | Fault]:
                 line = next(remaining, b"")
             continue
         text = decoded(line, "line")
-        yield text if isinstance(text, Fault) else text.removesuffix("\n").rstrip("\r")
+        yield text if isinstance(text, Fault) else text.removesuffix("\n")

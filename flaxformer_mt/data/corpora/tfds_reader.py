@@ -6,13 +6,15 @@ their only feature or as one of several.
 """
 
 import contextlib
+import functools
 import hashlib
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from flaxformer_mt.data.corpora.rows import LINE_BREAKS, Fault, Reading, decoded, located
+from flaxformer_mt.data.corpora.language_codes import chosen
+from flaxformer_mt.data.corpora.rows import Fault, Reading, decoded, located, one_line
 from flaxformer_mt.data.corpora.text_files import Source, digest_file
 from flaxformer_mt.errors import UserError, first_line, requiring
 from flaxformer_mt.input_files import read_json, require_regular_files
@@ -49,7 +51,7 @@ def _pairs(
         numbers = range(first, min(first + _READ_AT_ONCE, len(records)))
         for number, example in zip(numbers, _read(records, numbers, name), strict=True):
             try:
-                texts = [decoded(text) for text in take(deserialize(example)) or ()]
+                texts = [one_line(decoded(text)) for text in take(deserialize(example)) or ()]
             except Exception as error:  # Another example than the features describe.
                 raise UserError(
                     f"{name}, example {number + 1:,}: not as in features.json ({error!r})"
@@ -59,7 +61,9 @@ def _pairs(
                 reading.add(None, number + 1, fault)
                 yield None
             elif texts:
-                yield located((LINE_BREAKS.sub(" ", str(text)) for text in texts), None, number + 1)
+                yield located(map(str, texts), None, number + 1)
+            else:
+                reading.leave_out(None, number + 1, Fault("examples without the languages"))
 
 
 def _read(records: Any, numbers: range, name: str) -> Sequence[bytes]:
@@ -194,20 +198,28 @@ def _find_languages(
         feature = features[key]
     is_fixed = isinstance(feature, kinds[0])
     known = sorted(feature) if is_fixed else feature.languages
-    for side, language in zip(("source", "target"), languages, strict=True):
-        if language and known and language not in known:
+    sides = [language for language in languages if language]
+    for language in sides:
+        if known and chosen(known, [language]) is None:
+            side = "target" if language == languages[1] else "source"
             raise UserError(
                 f"{prefix}{side}_language={language}: {where} has only {', '.join(known)}"
             )
+
+    @functools.lru_cache(256)
+    def find(codes: tuple[str, ...]) -> list[str] | None:
+        found = chosen(codes, sides)
+        return None if found is None else [codes[index] for index in found]
 
     def take(example: Any) -> tuple[bytes, bytes] | None:
         texts = example if key is None else example[key]
         if not is_fixed:
             texts = _by_language(texts)
-        if any(language and language not in texts for language in languages):
+        codes = find(tuple(texts))
+        if codes is None:
             return None
-        source_language, target_language = languages
-        return texts[source_language] if source_language else b"", texts[target_language]
+        source, target = [b"", *(texts[code] for code in codes)][-2:]
+        return source, target
 
     return take
 

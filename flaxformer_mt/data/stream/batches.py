@@ -16,6 +16,7 @@ import numpy as np
 
 from flaxformer_mt import distributed
 from flaxformer_mt.config import ExperimentConfig, TransformerConfig
+from flaxformer_mt.config.relations import ROWS
 from flaxformer_mt.data.stream.encoded_corpus import EncodedCorpus
 from flaxformer_mt.data.stream.packing import (
     BatchShape,
@@ -190,16 +191,8 @@ def packed_batch(
 
 def packed_shape(config: ExperimentConfig) -> BatchShape:
     """Returns the shape of packed batches: in evaluation, and in training without buckets."""
-    lengths = config.data.row_lengths
-    limit = config.model.longest_sentence
-    if limit is not None and max(lengths) > limit:
-        raise UserError(
-            f"training rows of {lengths[0]} source and {lengths[1]} target tokens are longer than "
-            f"the model's table of learned positions, model.max_length={limit}: set "
-            "data.source_row_length and data.target_row_length (or data.bucket_lengths), or raise "
-            "model.max_length"
-        )
-    return BatchShape(config.rows_per_batch, *lengths)
+    config.require(ROWS)
+    return BatchShape(config.rows_per_batch, *config.data.row_lengths)
 
 
 def whole_batches(

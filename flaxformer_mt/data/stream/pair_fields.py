@@ -6,10 +6,12 @@ sequence of values per pair, which filters, stores, mixtures and packing keep be
 """
 
 import abc
+import collections
 import dataclasses
 import functools
+import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,7 +21,7 @@ from flaxformer_mt.data.corpora import alignments
 from flaxformer_mt.data.corpora.corpus import Corpus, SentencePair
 from flaxformer_mt.data.corpora.rows import COLUMN, WEIGHT, Dropped, Row
 from flaxformer_mt.data.stream.packing import BatchShape, Sentences, TokenPairs
-from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers, words
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers, words_of_tokens
 from flaxformer_mt.errors import UserError
 
 TEXT = "text"
@@ -109,22 +111,33 @@ class _Links(PairField):
         self, pairs: Sequence[SentencePair], tokenizers: Tokenizers
     ) -> tuple[Sentences, dict[str, Dropped]]:
         sides = enumerate((tokenizers.source, tokenizers.target))
-        split = [tokenizer.split([pair[side] for pair in pairs]) for side, tokenizer in sides]
+        words = [words_of_tokens([pair[side] for pair in pairs], t) for side, t in sides]
         links: list[list[int]] = []
         unlinked: list[str] = []
-        for pair, *pieces in zip(pairs, *split, strict=True):
+        beyond: list[alignments.BeyondWordsError] = []
+        for pair, source, target in zip(pairs, *words, strict=True):
             assert isinstance(pair, Row)
             location, line = pair.fields[alignments.FIELD]
-            words_of_tokens = [np.array(words(each)) for each in pieces]
-            found = [int(side.max(initial=-1)) + 1 for side in words_of_tokens]
             tokens: list[int] = []
-            if found == [len(text.split()) for text in pair]:
-                for link in alignments.links_of(pair, location, line):
-                    ends = map(np.flatnonzero, map(np.equal, words_of_tokens, link))
-                    tokens += np.stack(np.meshgrid(*ends), axis=-1).ravel().tolist()
-            else:
-                unlinked.append(location)
             links.append(tokens)
+            try:
+                found = alignments.links_of(pair, location, line)
+            except alignments.BeyondWordsError as error:
+                beyond.append(error)
+                continue
+            if source is None or target is None:
+                unlinked.append(location)
+                continue
+            sides_of_words = [_indices(source), _indices(target)]
+            for link in found:
+                ends = (side[word] for side, word in zip(sides_of_words, link, strict=True))
+                tokens += itertools.chain(*itertools.product(*ends))
+        if beyond:
+            seem = ", as if pieces of words were linked" if 2 * len(beyond) > len(pairs) else ""
+            raise UserError(
+                f"{beyond[0]}; {len(beyond):,} of {len(pairs):,} pairs have such links{seem}: "
+                "align the words between spaces"
+            )
         return Sentences.from_lists(links), Dropped.at(_UNLINKED, unlinked)
 
     def into(
@@ -154,6 +167,14 @@ class _Links(PairField):
         if unlinked.count == pairs:
             raise UserError(reason)
         _log.warning(reason)
+
+
+def _indices(words: Iterable[int]) -> Mapping[int, list[int]]:
+    """Returns the tokens of each word, by their indices."""
+    tokens: dict[int, list[int]] = collections.defaultdict(list)
+    for index, word in enumerate(words):
+        tokens[word].append(index)
+    return tokens
 
 
 def pack_links(

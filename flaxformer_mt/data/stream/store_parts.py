@@ -19,7 +19,7 @@ import numpy as np
 from flaxformer_mt import atomic
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.data.corpora.corpus import Chunk, Corpus, SentencePair
-from flaxformer_mt.data.corpora.entities import pairs_with_entities
+from flaxformer_mt.data.corpora.entities import notes_of
 from flaxformer_mt.data.corpora.filters import PairFilter, pair_hash
 from flaxformer_mt.data.corpora.rows import Dropped, Row, added_up
 from flaxformer_mt.data.corpora.shared_text import HeldOutText, Shared
@@ -275,10 +275,8 @@ def _made(
                 files.append((len(kept), path))
             kept.append(pair)
             numbers.append(pair.number if isinstance(pair, Row) else number)
-    hashes = [
-        pair_hash(pair_filter.without_tag(source), target)
-        for source, target in (kept if data.drop_duplicates else [])
-    ]
+    # With its tag: another one makes another pair of it.
+    hashes = [pair_hash(*pair) for pair in (kept if data.drop_duplicates else [])]
     pairs = encode_pairs(kept, tokenizers, has_inputs, fields_of(corpus, config))
     part = Part(
         pairs,
@@ -286,7 +284,7 @@ def _made(
         files,
         pair_filter.dropped,
         {
-            **pairs_with_entities(chunk.pairs, chunk.numbers),
+            **notes_of(chunk.pairs, chunk.numbers),
             **pairs.notes,
         },
         chunk.malformed,

@@ -35,7 +35,7 @@ from flaxformer_mt.config.experiment import values_with
 from flaxformer_mt.config.fields import FieldRole
 from flaxformer_mt.data.corpora import shared_text
 from flaxformer_mt.data.corpora.corpus import Corpus
-from flaxformer_mt.data.corpora.entities import warn_of_entities
+from flaxformer_mt.data.corpora.entities import warn_of_notes
 from flaxformer_mt.data.corpora.filters import example_of, options_in_use
 from flaxformer_mt.data.corpora.rows import Dropped, added_up, location, merged
 from flaxformer_mt.data.corpora.shared_text import NO_TEXT, HeldOutText, Shared
@@ -329,7 +329,7 @@ class _Store:
                 values = sentences.tokens.astype(self.dtype(side))
                 _append_ragged(folder / _file_of(side), values, sentences.offsets)
 
-        warn_of_entities(corpus.name, notes)
+        warn_of_notes(corpus.name, notes)
         dropped = {**malformed, **dropped}
         read = written + sum(reason.count for reason in dropped.values())
         if not written:

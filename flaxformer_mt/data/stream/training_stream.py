@@ -43,7 +43,7 @@ from flaxformer_mt.data.stream.packing import TokenPairs, plan_rows
 from flaxformer_mt.data.stream.placement import own_shard, place_batch
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.runs.identity import differences, listed
+from flaxformer_mt.runs.states import differences, listed
 
 GOOD_FILL = 0.955
 """Fraction of used positions at which a row length that is efficient on accelerators is chosen."""

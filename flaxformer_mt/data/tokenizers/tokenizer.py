@@ -28,6 +28,7 @@ from flaxformer_mt.input_files import MAX_MODEL_BYTES, read_bytes
 from flaxformer_mt.remote.reading import local_list
 from flaxformer_mt.run_layout import TOKENIZER
 from flaxformer_mt.runs import data_file
+from flaxformer_mt.writing_systems import spaced_words
 
 MAX_TRAINING_PAIRS = 1_000_000
 """Maximum number of pairs from which a vocabulary is learned. Of larger corpora, evenly spaced
@@ -45,6 +46,26 @@ def words(pieces: Sequence[str]) -> list[int]:
     """
     starts = [index == 0 or piece.startswith(SPACE) for index, piece in enumerate(pieces)]
     return [count - 1 for count in itertools.accumulate(map(int, starts))]
+
+
+def words_of_tokens(texts: Sequence[str], tokenizer: Tokenizer) -> list[list[int] | None]:
+    """Returns the word of each token of `tokenizer.encode(texts)`, by its index from 0.
+
+    Words are those of the text as it is given, see `spaced_words`. A first token that the
+    vocabulary adds is of none, -1. None for a text that is divided otherwise than its words are,
+    one by one: then tokens cannot be told to be of words.
+    """
+    words_of_texts = [*map(spaced_words, texts)]
+    known = [*dict.fromkeys(itertools.chain(*words_of_texts))]
+    added, *own = tokenizer.split(["", *known])
+    pieces_of = {word: pieces[len(added) :] for word, pieces in zip(known, own, strict=True)}
+    found: list[list[int] | None] = []
+    for words_of_text, pieces in zip(words_of_texts, tokenizer.split(texts), strict=True):
+        parts = [pieces_of[word] for word in words_of_text]
+        numbers = [index for index, part in enumerate(parts) for _ in part]
+        is_same = pieces == [*added, *itertools.chain(*parts)]
+        found.append([-1] * len(added) + numbers if is_same else None)
+    return found
 
 
 def split_language(text: str, vocabulary: Tokenizer) -> tuple[str, str]:

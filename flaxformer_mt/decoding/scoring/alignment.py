@@ -11,9 +11,9 @@ from typing import Literal, get_args
 import numpy as np
 
 from flaxformer_mt.data.tokenizers.sentencepiece_model import SPACE
-from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, words
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, words, words_of_tokens
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.writing_systems import is_boundary, is_unsegmented
+from flaxformer_mt.writing_systems import is_boundary, is_unsegmented, spaced_words
 
 AlignmentUnit = Literal["words", "pieces"]
 """What an alignment links."""
@@ -70,33 +70,44 @@ def aligned_words(pieces: Sequence[str]) -> list[int]:
     ]
 
 
-def align_words(
-    attention: np.ndarray, source_pieces: Sequence[str], target_pieces: Sequence[str]
-) -> Links:
+def text_words(text: str, pieces: Sequence[str], tokenizer: Tokenizer) -> list[int]:
+    """Returns the word that each of the last tokens of a text is of, whose `pieces` are these.
+
+    Words are those of the text as it is given, see `spaced_words`; in a script without spaces,
+    those of `aligned_words`.
+    """
+    (words,) = words_of_tokens([text], tokenizer)
+    if words is None or is_unsegmented(text):
+        return aligned_words(pieces)
+    return words[len(words) - len(pieces) :]
+
+
+def printed_words(prefixes: Sequence[str], text: str) -> list[int]:
+    """Returns the word of a text, see `spaced_words`, that each of its tokens is of, -1 for none.
+
+    `prefixes` are the texts of its first tokens, [N].
+    """
+    last = len(spaced_words(text)) - 1
+    begun = itertools.accumulate((len(spaced_words(prefix)) - 1 for prefix in prefixes), max)
+    return [min(max(word, 0), last) for word in begun]
+
+
+def align_words(attention: np.ndarray, source: Sequence[int], target: Sequence[int]) -> Links:
     """Links each target word to the source word that it attends to most.
 
-    The attention [T, S], without end tokens, from a target word is the mean over its pieces (up to
-    a factor, which the argmax ignores); the attention to a source word is the sum over its pieces.
+    The attention [T, S], without end tokens, from a target word is the mean over its tokens (up to
+    a factor, which the argmax ignores); the attention to a source word is the sum over its tokens.
+    `source` and `target` are the words of the tokens.
     """
-    source, target = one_hot(aligned_words(source_pieces)), one_hot(aligned_words(target_pieces))
-    return align(target.T @ attention @ source)
-
-
-def align_units(
-    unit: AlignmentUnit,
-    attention: np.ndarray,
-    source_pieces: Sequence[str],
-    target_pieces: Sequence[str],
-) -> Links:
-    """Links words, see `align_words`, or pieces, see `align`."""
-    if unit == "words":
-        return align_words(attention, source_pieces, target_pieces)
-    return align(attention)
+    rows, columns = one_hot(target), one_hot(source)
+    has_tokens, is_read = rows.any(axis=0), columns.any(axis=0)
+    links = align(np.where(is_read, rows.T @ attention @ columns, -1))
+    return [link for link in links if has_tokens[link[1]]]
 
 
 def one_hot(groups: Sequence[int]) -> np.ndarray:
-    """Returns the one-hot encoding [N, G] of group indices 0 to G - 1."""
-    return np.eye(max(groups, default=-1) + 1, dtype=np.float32)[np.asarray(groups, int)]
+    """Returns the one-hot encoding [N, G] of group indices 0 to G - 1; zeros for -1."""
+    return np.equal.outer(groups, np.arange(max(groups, default=-1) + 1)).astype(np.float32)
 
 
 def pharaoh(pairs: Links) -> str:

@@ -14,8 +14,10 @@ from flaxformer_mt.decoding.parameters import prepared_models
 from flaxformer_mt.decoding.scoring.alignment import (
     AlignmentUnit,
     Links,
-    align_units,
+    align,
+    align_words,
     check_unit,
+    text_words,
     without_ends,
 )
 from flaxformer_mt.decoding.scoring.teacher_forcing import teacher_force
@@ -220,12 +222,18 @@ class Scorer:
                 attention = without_ends(
                     result.attention, source_rows[index], row.tokens, self.model.eos_id
                 )
-                links = align_units(
-                    alignment,
-                    attention[row.num_added :, num_added:],
-                    source_pieces[num_added:],
-                    row.pieces[row.num_added : -1],
-                )
+                attention = attention[row.num_added :, num_added:]
+                links = align(attention)
+                if alignment == "words":
+                    links = align_words(
+                        attention,
+                        text_words(sources[index], source_pieces[num_added:], source),
+                        text_words(
+                            targets[index],
+                            row.pieces[row.num_added : -1],
+                            self.tokenizers.target,
+                        ),
+                    )
             yield PairScore(
                 tuple(row.tokens),
                 (*[0.0] * row.num_certain, *result.log_probabilities[row.num_certain :]),

@@ -11,6 +11,8 @@ the model's `config.json`; without them give `num_heads`, and `activation`, `sca
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
 from flaxformer_mt.interop.families import fairseq
@@ -58,14 +60,22 @@ ACTIVATIONS = {
 
 
 def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
-    tensors, settings = checkpoint.tensors, checkpoint.settings
-    ties_source = SHARED in tensors or checkpoint.same(SOURCE, TARGET)
-    target = TARGET if TARGET in tensors else SHARED
-    ties_output = OUTPUT not in tensors or checkpoint.same(OUTPUT, target)
-    fields: dict[str, Any] = {"tie_embeddings": family.TYINGS[ties_source, ties_output]}
-    if TABLES[0] in tensors:
+    fields: dict[str, Any] = tying(checkpoint)
+    if TABLES[0] in checkpoint.tensors:
         fields["max_length"] = checkpoint.size((TABLES[0], 0))
-    return fields | fields_of_config(settings)
+    return fields | fields_of_config(checkpoint.settings)
+
+
+def tying(checkpoint: PublishedCheckpoint) -> dict[str, str]:
+    """Returns `tie_embeddings` of a checkpoint, in which the shared table stands for missing ones.
+
+    Where both stacks have a table of their own, nothing reads the shared one.
+    """
+    tensors = checkpoint.tensors
+    source, target = (name if name in tensors else SHARED for name in (SOURCE, TARGET))
+    ties_source = source == target or checkpoint.same(source, target)
+    ties_output = OUTPUT not in tensors or checkpoint.same(OUTPUT, target)
+    return {"tie_embeddings": family.TYINGS[ties_source, ties_output]}
 
 
 def fields_of_config(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,7 +88,8 @@ def fields_of_config(settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _embeddings(config: TransformerConfig) -> list[TensorRule]:
+def tables(config: TransformerConfig) -> list[TensorRule]:
+    """Returns the rules of the tables of embeddings and of the output."""
     rules = embeddings(config, SOURCE, TARGET, OUTPUT)
     if not config.shares_source_and_target:
         return rules
@@ -87,23 +98,29 @@ def _embeddings(config: TransformerConfig) -> list[TensorRule]:
 
 
 def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
-    return [*_embeddings(config), row("output/bias", BIAS), *LAYERS.rules(config)]
+    return [*tables(config), row("output/bias", BIAS), *LAYERS.rules(config)]
+
+
+def unread(config: TransformerConfig) -> list[family.Buffer]:
+    """Returns the shared table if both stacks have their own."""
+    if config.shares_source_and_target:
+        return []
+    size, width = config.target_vocab_size, config.d_model
+    return [family.Buffer(SHARED, lambda rows: np.zeros((rows, width)), size, exact=False)]
 
 
 def _buffers(config: TransformerConfig) -> list[family.Buffer]:
     table = family.sinusoids(config)
     return [
-        family.Buffer(name, table, rows=config.max_length, is_parameter=True) for name in TABLES
+        *(family.Buffer(name, table, rows=config.max_length, is_parameter=True) for name in TABLES),
+        *unread(config),
     ]
 
 
-def _omitted(config: TransformerConfig) -> frozenset[str]:
-    names = {*TABLES}
-    if config.shares_source_and_target:
-        names |= {SOURCE, TARGET}
-    if config.shares_target_and_output:
-        names.add(OUTPUT)
-    return frozenset(names)
+def omitted_tables(config: TransformerConfig) -> frozenset[str]:
+    """Returns the names of tables that a file may omit."""
+    names = {SOURCE, TARGET} if config.shares_source_and_target else {SHARED}
+    return frozenset(names | ({OUTPUT} if config.shares_target_and_output else set()))
 
 
 FAMILY = family.Family(
@@ -115,7 +132,7 @@ FAMILY = family.Family(
     buffers=_buffers,
     open_switches=frozenset({"tie_embeddings", "activation", "scale_embeddings"}),
     order=ORDER,
-    omitted=_omitted,
+    omitted=lambda config: omitted_tables(config) | {*TABLES},
     constants=frozenset({BIAS}),
     ignored=IGNORED,
     base=BASE,

@@ -1,7 +1,8 @@
 """The weight maps of `mbart` (Hugging Face's mBART, mBART-50, BART) and `m2m100` (M2M-100, NLLB).
 
-Source, target and output share one table; files have it once. The bias of mBART's logits is a
-buffer [1, V], and not trained. The sinusoids of M2M-100 are in no file.
+Source, target and output share one table, which files have once; tables that differ are separate.
+The bias of mBART's logits is a buffer [1, V], and not trained. The sinusoids of M2M-100 are in no
+file.
 
 The position of norms follows from names. The other fields are read from the settings, which are
 those of the model's `config.json`; without them give `num_heads`, and `activation`,
@@ -16,10 +17,8 @@ from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
 from flaxformer_mt.interop.families import marian
 from flaxformer_mt.interop.families.marian import BIAS, LAYERS, OUTPUT, SHARED, SOURCE, TARGET
 from flaxformer_mt.interop.weight_maps.family import Family
-from flaxformer_mt.interop.weight_maps.rules import TensorRule, row, same, tied
+from flaxformer_mt.interop.weight_maps.rules import TensorRule, row, same
 
-_TABLES = (SHARED, SOURCE, TARGET, OUTPUT)
-"""The names of the one table of embeddings."""
 _POSITIONS = "embed_positions.weight"
 _IGNORED = {
     **marian.IGNORED,
@@ -33,15 +32,19 @@ _UNUSED_POSITIONS = 2
 def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
     has_final_norm = checkpoint.has_any(".encoder.layer_norm.weight")
     tables = [(f"model.{stack}.{_POSITIONS}", 0) for stack in ("encoder", "decoder")]
-    return marian.fields_of_config(checkpoint.settings) | {
+    return _fields(checkpoint) | {
         "norm_position": "pre" if has_final_norm else "post",
         "max_length": checkpoint.size(*tables) - _UNUSED_POSITIONS,
     }
 
 
+def _fields(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
+    return marian.fields_of_config(checkpoint.settings) | marian.tying(checkpoint)
+
+
 def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
     return [
-        tied("target_embedding/embedding", *_TABLES),
+        *marian.tables(config),
         row("output/bias", BIAS),
         same("source_positions/embedding", f"model.encoder.{_POSITIONS}"),
         same("target_positions/embedding", f"model.decoder.{_POSITIONS}"),
@@ -51,13 +54,14 @@ def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
 
 FAMILY = Family(
     name="mbart",
-    sizes=LAYERS.sizes_of_model(_TABLES, _TABLES),
+    sizes=LAYERS.sizes_of_model([SOURCE, SHARED], [TARGET, SHARED, OUTPUT]),
     also_reads="config.json and vocabularies",
     guess=_guess,
     rules=_rules,
-    open_switches=frozenset({"norm_position", "activation", "scale_embeddings"}),
+    buffers=marian.unread,
+    open_switches=frozenset({"norm_position", "activation", "scale_embeddings", "tie_embeddings"}),
     order=marian.ORDER,
-    omitted=lambda config: frozenset(_TABLES),
+    omitted=marian.omitted_tables,
     constants=frozenset({BIAS}),
     ignored=_IGNORED,
     base=marian.BASE,
@@ -65,8 +69,8 @@ FAMILY = Family(
 M2M100 = dataclasses.replace(
     FAMILY,
     name="m2m100",
-    guess=lambda checkpoint: marian.fields_of_config(checkpoint.settings),
-    open_switches=frozenset({"activation", "scale_embeddings", "pad_id"}),
+    guess=_fields,
+    open_switches=frozenset({"activation", "scale_embeddings", "pad_id", "tie_embeddings"}),
     constants=frozenset(),
     ignored={**_IGNORED, "weights": "are the sinusoids, which are computed"},
 )

@@ -17,6 +17,7 @@ from flaxformer_mt.config import (
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.interop.families import FAMILIES
+from flaxformer_mt.interop.formats import adapters, folders
 from flaxformer_mt.interop.formats.hub_families import HUB_FAMILIES
 from flaxformer_mt.interop.formats.own_format import OWN
 from flaxformer_mt.interop.weight_maps.mapping import model_params
@@ -104,15 +105,27 @@ def experiment(model: TransformerConfig, decode: DecodeConfig, **data: Any) -> E
 
 
 def read_bundle(
-    family: str, source: Path, overrides: Mapping[str, Any]
+    family: str, source: Path, overrides: Mapping[str, Any], base: Path | None = None
 ) -> tuple[ModelBundle, Notes]:
     """Reads a folder with a whole model, given configuration fields that override its own.
+
+    `base` is the folder of the model that an adapter changes, if it is not beside the adapter.
 
     Raises:
       UserError: it is not a folder of that family, or is damaged.
     """
+    options: dict[str, Any] = {}
+    if source.is_dir():
+        folders.require_readable(source)
+    if adapters.is_adapter(source):
+        if family not in HUB_FAMILIES:
+            raise UserError(f"{source} has an adapter of PEFT, which {family} does not have")
+        options["base"] = base
+    elif base is not None:
+        raise UserError(f"{source} has no {adapters.CONFIG}: a base is for adapters, remove it")
     if family in READERS and (source.is_dir() or family not in FAMILIES):
-        found: tuple[ModelBundle, Notes] = _call(READERS, "read", family, source, overrides)
+        found: tuple[ModelBundle, Notes]
+        found = _call(READERS, "read", family, source, overrides, **options)
         return found
     if not source.is_dir():
         raise UserError(f"{source} is not a folder, so it has no vocabulary: a folder is needed")

@@ -7,7 +7,7 @@ CTranslate2's documentation work as they do on its own conversions.
 
 import dataclasses
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,10 +96,12 @@ def write(
     return (*notes, *losses)
 
 
-def log_probabilities(folder: Path, source: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Returns what CTranslate2 gives the tokens of sentences [B, S] and translations [B, T].
+def log_probabilities(
+    folder: Path, source: Sequence[Sequence[int]], target: Sequence[Sequence[int]]
+) -> list[np.ndarray]:
+    """Returns what CTranslate2 gives the tokens of each of some translations, [T].
 
-    Both end with the end token. UserError if the folder holds no model.
+    Sentences and translations end with the end token. UserError if the folder holds no model.
     """
     names: dict[str, list[str]] = {}
     for side in ("source", "target"):
@@ -111,7 +113,7 @@ def log_probabilities(folder: Path, source: np.ndarray, target: np.ndarray) -> n
         [[names["source"][token] for token in row] for row in source],
         [[names["target"][token] for token in row[:-1]] for row in target],
     )
-    return np.array([score.log_probs for score in scores])
+    return [np.array(score.log_probs) for score in scores]
 
 
 def to_settings(bundle: ModelBundle) -> tuple[dict[str, Any], Notes]:

@@ -69,8 +69,11 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "encoder_no_repeat_ngram_size": (0,), "forced_bos_token_id": (),
     "begin_suppress_tokens": ([],), "exponential_decay_length_penalty": (), "sequence_bias": (),
     "guidance_scale": (1.0,), "watermarking_config": (), "penalty_alpha": (0.0,),
-    "constraints": (), "force_words_ids": (), "stop_strings": (), "max_time": (),
+    "forced_decoder_ids": (), "constraints": (), "force_words_ids": (), "stop_strings": (),
+    "max_time": (),
 }  # fmt: skip
+
+_SHORTEST_SPLIT = DecodeConfig().longest_source
 
 KINDS |= {theirs: type_hints(DecodeConfig)[ours] for theirs, ours in _SAME.items()}
 _FIRST = "forced_bos_token_id"
@@ -94,6 +97,7 @@ def to_decode(
     Raises:
       UserError: a value is invalid.
     """
+    settings = with_single_tokens(settings)
     check_kinds(settings, KINDS, "its generation settings are")
     given = {name: value for name, value in settings.items() if value is not None}
     values = _DEFAULTS | given
@@ -106,6 +110,7 @@ def to_decode(
         "bad_word_ids": _bad_word_ids(values, model),
         "first_token": first,
         **_lengths(values, model),
+        "max_source_length": model.max_length if model.max_length > _SHORTEST_SPLIT else 0,
     }
     if not values["do_sample"]:  # `generate` ignores these, too.
         fields |= {name: getattr(DecodeConfig, name) for name in SAMPLING_FIELDS}
@@ -126,6 +131,16 @@ def to_decode(
             "that of the vocabulary, ends a translation"
         )
     return decode, notes
+
+
+def with_single_tokens(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns settings in which each list of one special token is replaced by the token."""
+    return {
+        name: value[0]
+        if name.endswith("_token_id") and isinstance(value, list) and len(value) == 1
+        else value
+        for name, value in settings.items()
+    }
 
 
 def from_decode(

@@ -77,13 +77,16 @@ def _fairseq_like(model: TransformerConfig, kept: Settings) -> dict[str, Any]:
     return {
         "decoder_attention_heads": model.num_heads,
         "activation_function": _activation(model, kept),
-        "tie_word_embeddings": model.shares_target_and_output,
+        # transformers ties tables that a file has once, and never those that differ in it.
+        "tie_word_embeddings": kept.get("tie_word_embeddings", model.tie_embeddings == "all"),
     }
 
 
 def _marian(model: TransformerConfig, kept: Settings) -> dict[str, Any]:
-    shared = model.shares_source_and_target
-    return _fairseq_like(model, kept) | {"share_encoder_decoder_embeddings": shared}
+    return _fairseq_like(model, kept) | {
+        "tie_word_embeddings": model.shares_target_and_output,
+        "share_encoder_decoder_embeddings": model.shares_source_and_target,
+    }
 
 
 def _t5(model: TransformerConfig, kept: Settings) -> dict[str, Any]:

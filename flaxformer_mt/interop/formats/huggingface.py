@@ -39,19 +39,17 @@ from flaxformer_mt.interop import checkpoint_files
 from flaxformer_mt.interop.adaptation import adapt
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
 from flaxformer_mt.interop.families import marian
-from flaxformer_mt.interop.formats import generation_config
+from flaxformer_mt.interop.formats import adapters, folders, generation_config
 from flaxformer_mt.interop.formats.bundle import ModelBundle, Notes, experiment
 from flaxformer_mt.interop.formats.hub_families import HUB_FAMILIES, HubFamily
 from flaxformer_mt.interop.weight_maps import checkpoints
 from flaxformer_mt.interop.weight_maps.adam_state import TrainingState
-from flaxformer_mt.interop.weight_maps.family import check_kinds
-from flaxformer_mt.interop.weight_maps.mapping import CARRIED
+from flaxformer_mt.interop.weight_maps.family import Family, check_kinds
+from flaxformer_mt.interop.weight_maps.mapping import CARRIED, WeightMap
 from flaxformer_mt.run_layout import ORIGIN
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 _CARRIED_FILE = "carried.safetensors"
-_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-_INDEX = ".index.json"
 _START = "decoder_start_token_id"
 _NARROW = ("float16", "bfloat16")
 
@@ -60,11 +58,18 @@ _WRITTEN = {"model.shared.weight", "shared.weight"}
 
 
 def read(
-    folder: Path, overrides: Mapping[str, Any] = {}, family: str = "marian"
+    folder: Path,
+    overrides: Mapping[str, Any] = {},
+    family: str = "marian",
+    base: Path | None = None,
 ) -> tuple[ModelBundle, Notes]:
     """Reads a folder to which a model and its tokenizer were saved.
 
-    `family` is a key of `HUB_FAMILIES`, `overrides` are fields of `TransformerConfig` to replace.
+    Args:
+      folder: the folder. That of an adapter may have a tokenizer and search options of its own.
+      overrides: fields of `TransformerConfig` to replace.
+      family: a key of `HUB_FAMILIES`.
+      base: the folder of the model that an adapter changes, if it is not beside the adapter.
 
     Returns:
       The model, and a line about each unsupported setting of `generate`.
@@ -73,7 +78,10 @@ def read(
       UserError: a file is missing or damaged, files contradict each other, or the model is of
         another family.
     """
-    settings: dict[str, Any] = read_json(folder / CONFIG, dict[str, Any])
+    given = folder
+    folder, changes = adapters.chain(given, base, folders.has_weights)
+    folders.require_readable(folder)
+    settings = generation_config.with_single_tokens(read_json(folder / CONFIG, dict[str, Any]))
     hub = HUB_FAMILIES[family]
     architecture = str(settings.get("model_type"))
     if architecture not in hub.architectures:
@@ -81,17 +89,19 @@ def read(
             f"{folder / CONFIG} is of model_type={architecture}, not "
             f"{' or '.join(hub.architectures)}"
         )
+    _check_precision(settings)
     check_kinds(settings, hub.kinds | generation_config.KINDS, f"{folder / CONFIG} is")
-    tensors, dtype = _read_tensors(folder, hub.family.ignores)
+    tensors, dtype = read_tensors(folder, hub.family.ignores)
     kept = {CONFIG: read_bytes(folder / CONFIG)}
     search = settings
-    if (folder / GENERATION).exists():
-        kept[GENERATION] = read_bytes(folder / GENERATION)
-        search = read_json(folder / GENERATION, dict[str, Any])
-        check_kinds(search, generation_config.KINDS, f"{folder / GENERATION} is")
-    with checkpoints.error_context(folder, family):
-        tokenizers = Tokenizers.load(folder)
-        path = folder / TOKENIZER_CONFIG
+    path = _nearest(GENERATION, given, folder) / GENERATION
+    if path.exists():
+        kept[GENERATION] = read_bytes(path)
+        search = generation_config.with_single_tokens(read_json(path, dict[str, Any]))
+        check_kinds(search, generation_config.KINDS, f"{path} is")
+    with checkpoints.error_context(given, family):
+        path = _nearest(TOKENIZER_CONFIG, given, folder) / TOKENIZER_CONFIG
+        tokenizers = Tokenizers.load(path.parent)
         names: TokenizerConfig = read_json(path, TokenizerConfig) if path.exists() else {}
         class_notes = _tokenizer_class(settings, names, tokenizers.target)
         known = dict(hub.defaults)
@@ -102,6 +112,10 @@ def read(
         if generation_config.is_one_of(end, known.get("eos_token_id")):
             known["eos_token_id"] = end
         checkpoint = checkpoints.unwrapped(hub.family, PublishedCheckpoint(tensors, known))
+        if changes:
+            settings.pop("vocab_size", None)  # An adapter may bring larger tables.
+        for adapter in changes:
+            checkpoint = _with_adapter(hub.family, checkpoint, adapter, overrides)
         model, params = checkpoints.from_checkpoint(hub.family, checkpoint, dict(overrides))
         _check_sizes(settings, hub.sizes, model)
         _check_tokenizers(model, tokenizers)
@@ -129,6 +143,7 @@ def read(
             f"{decode.max_length_factor:g} times the source's tokens and {decode.max_length_extra} "
             "more; for the same results, set max_length"
         )
+    notes += [f"the adapter of {adapter} is merged into {folder}" for adapter in changes]
     target = tokenizers.target
     if target.language_ids and target.first_id is None:
         translating = "" if decode.first_token else "to translate, give --first-token; "
@@ -188,16 +203,39 @@ def write(
 # Reading.
 
 
-def _read_tensors(
-    folder: Path, ignores: Callable[[Any], bool]
-) -> tuple[dict[str, np.ndarray], str]:
+def _check_precision(settings: Mapping[str, Any]) -> None:
+    quantized = settings.get("quantization_config")
+    if isinstance(quantized, Mapping):
+        bits = next((b for b in (4, 8) if quantized.get(f"load_in_{b}bit")), quantized.get("bits"))
+        raise UserError(
+            f"its weights are quantized by {quantized.get('quant_method')}"
+            f"{f' to {bits} bits' if bits else ''}: {checkpoint_files.ORIGINAL}"
+        )
+
+
+def read_tensors(folder: Path, ignores: Callable[[Any], bool]) -> tuple[dict[str, np.ndarray], str]:
     """Returns all tensors, narrow ones as float32, and the dtype that most of them had."""
-    for name in _WEIGHTS:
+    for name in folders.WEIGHTS:
         if (folder / name).exists():
             return checkpoint_files.read_widened([folder / name], ignores)
-        if (folder / (name + _INDEX)).exists():
-            return checkpoint_files.read_widened(_shards(folder / (name + _INDEX)), ignores)
-    raise UserError(f"{folder} has no {' and no '.join(_WEIGHTS)}")
+        if (folder / (name + folders.INDEX)).exists():
+            return checkpoint_files.read_widened(_shards(folder / (name + folders.INDEX)), ignores)
+    raise UserError(f"{folder} has no {' and no '.join(folders.WEIGHTS)}")
+
+
+def _nearest(name: str, folder: Path, base: Path) -> Path:
+    """Returns the folder of an adapter if it has a file of this name, otherwise its base's."""
+    return folder if (folder / name).exists() else base
+
+
+def _with_adapter(
+    family: Family, checkpoint: PublishedCheckpoint, folder: Path, overrides: Mapping[str, Any]
+) -> PublishedCheckpoint:
+    config = checkpoints.configure(family, checkpoint, dict(overrides))
+    applied = WeightMap.of_tensors(family, config, checkpoint.tensors).applications()
+    ties = [each.theirs for each in applied if each.rule.tied]
+    tensors = adapters.merged(folder, checkpoint.tensors, ties, family.base)
+    return checkpoint._replace(tensors=tensors)
 
 
 class _Index(TypedDict):
@@ -284,9 +322,11 @@ def _check_tokenizers(model: TransformerConfig, tokenizers: Tokenizers) -> None:
     for side in ("source", "target"):
         tokenizer, rows = getattr(tokenizers, side), getattr(model, f"{side}_vocab_size")
         if tokenizer.vocab_size > rows:
+            missing = tokenizer.pieces(range(rows, tokenizer.vocab_size))
             raise UserError(
-                f"its {side} vocabulary does not match its weights: it has ids up to "
-                f"{tokenizer.vocab_size - 1}, but there are embeddings of {rows} tokens"
+                f"its {side} vocabulary has ids up to {tokenizer.vocab_size - 1}, but there are "
+                f"embeddings of {rows} tokens, and none of {missing[0]!r}: add them in "
+                "transformers, model.resize_token_embeddings(len(tokenizer)), and save the model"
             )
         for name in ("pad_id", "eos_id"):
             ours, theirs = getattr(model, name), getattr(tokenizer, name)
@@ -325,9 +365,12 @@ def _carried(
         return safetensors.numpy.load(content), header["__metadata__"]["dtype"]
     # Hugging Face omits computed tables and all but one of tied tensors.
     omitted = hub.family.omitted(model) - _WRITTEN
-    # For Marian, transformers 5 ties source and target only together with the output.
-    if hub.family is marian.FAMILY and model.tie_embeddings == "source_target":
-        omitted = frozenset(marian.TABLES)
+    # transformers 5 ties all tables or none, but for Marian's target and output.
+    is_marian = hub.family is marian.FAMILY
+    if model.tie_embeddings not in ("all", "target_output" if is_marian else "all"):
+        omitted -= {marian.SOURCE, marian.TARGET, marian.OUTPUT}
+    if not model.shares_source_and_target:
+        omitted |= hub.family.omitted(model) & {marian.SHARED}
     empty = np.empty(0, model.param_dtype)
     return dict.fromkeys(sorted(omitted), empty), model.param_dtype
 
@@ -362,7 +405,8 @@ def _settings(
     if not kept:
         return values | hub.new(model)
     implied = {**hub.defaults, "decoder_vocab_size": kept.get("vocab_size")}
-    implied |= {"num_decoder_layers": kept.get("num_layers")} | dict(kept)
+    implied |= {"num_decoder_layers": kept.get("num_layers")}
+    implied |= generation_config.with_single_tokens(kept)
     changed = {name: v for name, v in values.items() if name not in implied or implied[name] != v}
     if generation_config.is_one_of(model.eos_id, kept.get("eos_token_id")):
         del changed["eos_token_id"]

@@ -19,9 +19,9 @@ from flaxformer_mt.interop.weight_maps import mapping, validation
 from flaxformer_mt.interop.weight_maps.family import Family
 from flaxformer_mt.interop.weight_maps.mapping import CARRIED, WeightMap
 
-WRAPPER_PREFIXES = ("module.", "_orig_mod.", "model.")
+WRAPPER_PREFIXES = ("module.", "_orig_mod.", "model.", "base_model.model.")
 """What wrappers of a module put before all names of its tensors: `torch.nn.DataParallel` and
-`DistributedDataParallel`, `torch.compile`, and usually a LightningModule."""
+`DistributedDataParallel`, `torch.compile`, usually a LightningModule, and PEFT."""
 
 # What tensors and settings of unexpected kinds can raise.
 _DAMAGE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)

@@ -1,20 +1,22 @@
 """Causes in attention: masks, heads, rotary positions, groups of queries, where scales are."""
 
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
 from flaxformer_mt.parity.program.diagnosis import Found
 from flaxformer_mt.parity.program.equations import Equation
-from flaxformer_mt.parity.program.segment import Numbers, Segment
+from flaxformer_mt.parity.program.segment import Numbers, Segment, each_and_all
 
 
 def another_mask(segment: Segment) -> Found:
     """A mask that is missing, inverted, shifted, or additional."""
     for number, mask in segment.values.items():
         used = number in segment.producers or number in segment.leaves
-        if mask.dtype != bool or mask.size < 2 or not used or _selects_indices(segment, number):
+        if mask.dtype != bool or mask.size < 2 or not used or segment.origin(number) != number:
+            continue
+        if _selects_indices(segment, number):
             continue
         name = _mask_name(segment, number)
         yield segment.cause(
@@ -35,7 +37,11 @@ def another_mask(segment: Segment) -> Found:
             moved = np.roll(mask, shift, -1)
             for kept in (mask[..., border], False, True):
                 moved[..., border] = kept
-                yield segment.cause("causal mask off by one", words, {number: moved.copy()})
+                changes: Numbers = {number: moved.copy()}
+                yield segment.cause("causal mask off by one", words, changes)
+                if not moved.any(axis=-1).all():
+                    for fill in _without_any_key(segment, changes):
+                        yield segment.cause("causal mask off by one", words, fill)
     ours, theirs = (np.isneginf(x) for x in (segment.value, segment.expected))
     if segment.site.endswith("scores") and (segment.select(theirs) > segment.select(ours)).any():
         causal = np.triu(np.ones(theirs.shape[-2:], bool), 1)
@@ -48,6 +54,20 @@ def another_mask(segment: Segment) -> Found:
             cause = "extra padding mask"
         value = np.where(theirs, -np.inf, segment.value)
         yield segment.diagnosis(cause, "the reference masks more than ours", value)
+
+
+def _without_any_key(segment: Segment, changes: Numbers) -> Iterator[Numbers]:
+    """Yields changes with which a query without any key gets the mean of all values, or zeros."""
+    fills = [n for n in segment.leaves if segment.is_scalar(n) and float(segment.values[n]) <= -1e9]
+    finite, infinite = (
+        {n: np.full_like(segment.values[n], fill) for n in fills} for fill in (-1e9, -np.inf)
+    )
+    yield changes | finite
+    recomputed = segment.recomputed(segment.equations, changes | infinite)
+    for equation in segment.equations:
+        if equation.name == "div" and segment.producer(equation.inputs[0]) == "exp":
+            (output,) = equation.outputs
+            yield changes | infinite | {output: np.nan_to_num(recomputed[output])}
 
 
 def _selects_indices(segment: Segment, number: int) -> bool:
@@ -105,32 +125,23 @@ def another_head_order(segment: Segment) -> Found:
     for equation in segment.equations:
         if equation.name != "reshape":
             continue
-        number, output = equation.inputs[0], equation.outputs[0]
+        (number,), (output,) = equation.inputs, equation.outputs
         value, result = segment.values[number], segment.values[output]
-        if result.ndim == value.ndim + 1 > 1:
-            heads, width = result.shape[-2:]
-            if value.shape[-1] == heads * width:
-                other = value.reshape(*value.shape[:-1], width, heads).swapaxes(-1, -2)
-                words = f"splits {segment.label(number)} into heads as (feature, head)"
-                splits.append((words, {output: other}))
-                for after in segment.equations:
-                    moved = segment.values[after.outputs[0]]
-                    if after.name == "transpose" and output in after.inputs and value.ndim == 3:
-                        words = f"splits {segment.label(number)} into heads without a transpose"
-                        splits.append((words, {after.outputs[0]: value.reshape(moved.shape)}))
-        if result.ndim == value.ndim - 1:
-            before = segment.producers.get(number)
-            ways = [("(feature, head)", value.swapaxes(-1, -2))]
-            if before is not None and before.name == "transpose":
-                apart = segment.values[before.inputs[0]]
-                ways += [("without a transpose", apart), ("along the batch", apart.swapaxes(0, 1))]
-            joins += [
-                (
-                    f"joins heads as {order}" if "(" in order else f"joins heads {order}",
-                    {output: other.reshape(result.shape)},
-                )
-                for order, other in ways
-            ]
+        heads, width = result.shape[-2:] if result.ndim > 1 else (1, 1)
+        if result.shape == (*value.shape[:-1], heads, width) and heads > 1:
+            other = value.reshape(*value.shape[:-1], width, heads).swapaxes(-1, -2)
+            words = f"splits {segment.label(number)} into heads"
+            splits.append((f"{words} as (feature, head)", {output: other}))
+            if value.ndim == 3:
+                apart = value.reshape(len(value), heads, -1, width).swapaxes(1, 2)
+                splits.append((f"{words} without a transpose", {output: apart}))
+        if result.ndim == value.ndim - 1 > 1 and 1 not in value.shape[-2:]:
+            ways = {"as (feature, head)": value.swapaxes(-1, -2)}
+            if value.ndim == 4:
+                ways["without a transpose"] = value.swapaxes(1, 2)
+                ways["along the batch"] = value.transpose(2, 0, 1, 3)
+            for order, other in ways.items():
+                joins.append((f"joins heads {order}", {output: other.reshape(result.shape)}))
     for words, changes in (*joins, *splits):
         yield segment.cause("head order", f"the reference {words}", changes)
     for kind in ("(feature, head)", "without a transpose"):
@@ -158,7 +169,7 @@ def another_rotation(segment: Segment) -> Found:
             ("rotation layout", f"rotates pairs of {other}, ours pairs of {own}", (own, other)),
             ("rotation direction", "rotates in the other direction", (own, own)),
         )
-        for together in _each_and_all(numbers):
+        for together in each_and_all(numbers):
             for cause, words, key in ways:
                 change, back = _CHANGES[key]
                 changes = {number: change(segment.values[number]) for number in together}
@@ -173,7 +184,7 @@ def another_rotation(segment: Segment) -> Found:
             for number in numbers
             for whole in _joined(segment, number)
         }
-        for together in _each_and_all(joined):
+        for together in each_and_all(joined):
             labels = " and ".join(segment.label(number) for number in numbers)
             words = f"the reference does not rotate {labels}, or one of them"
             changes = {number: joined[number] for number in together}
@@ -247,7 +258,7 @@ def another_grouping(segment: Segment) -> Found:
             if before is not None and before.name == "broadcast_in_dim":
                 found |= _tiled(segment, equation)
     yield from _grouped_products(segment)
-    for together in _each_and_all(found):
+    for together in each_and_all(found):
         labels = " and ".join(segment.label(number) for number in together)
         words = f"the reference tiles {labels} where ours repeats each part, or conversely"
         changes = {number: found[number] for number in together}
@@ -318,9 +329,3 @@ def _kind(segment: Segment, equation: Equation) -> str:
         return "sum"
     has_number = any(segment.is_number(segment.origin(n)) for n in equation.inputs)
     return "scale" if equation.name in ("mul", "div") and has_number else ""
-
-
-def _each_and_all(numbers: Collection[int]) -> list[list[int]]:
-    """Returns each number alone, and several together."""
-    together = [[*numbers]] if len(numbers) > 1 else []
-    return [*([number] for number in numbers), *together]

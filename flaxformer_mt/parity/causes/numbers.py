@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
-from flaxformer_mt.parity.program.diagnosis import Diagnosis, Found, beside
+from flaxformer_mt.parity.program.diagnosis import FLOAT32, Found, beside
 from flaxformer_mt.parity.program.equations import Equation
-from flaxformer_mt.parity.program.segment import Numbers, Segment
+from flaxformer_mt.parity.program.segment import Numbers, Segment, each_and_all
 
 
 def another_norm(segment: Segment) -> Found:
@@ -129,41 +129,6 @@ def _words(epsilon: float, inside: bool, divisor: float, count: int) -> str:
     return f"epsilon {epsilon:.6g} {where} the root of the variance over {over}"
 
 
-def narrow_norm(segment: Segment) -> Found:
-    """The statistics of a norm were computed in float32, which its value shows."""
-    roots = [root for each in segment.equations if (root := _root(segment, each)) is not None]
-    close = 0 < segment.residual(segment.value) < 1e-3
-    if not close or len(roots) != 1 or not segment.is_norm or segment.expected.dtype != np.float64:
-        return
-    (root,), ours, expected = roots, segment.value, segment.select(segment.expected)
-    words = "the reference computes its norm in float32, ours in float64"
-    if np.array_equal(expected, np.float64(np.float32(expected))):
-        yield segment.diagnosis("precision", words, segment.expected)
-    # A rounded divisor scales the rows, a rounded mean moves them.
-    doubled = segment.changed({root.number: 2 * segment.values[root.number]})
-    changes = [doubled - ours if root.inverse else 2 * (ours - doubled)]
-    deviation = np.sqrt(segment.values[root.variance])
-    for centered in [e.outputs[0] for e in segment.equations if e.name == "sub"][:1]:
-        x = segment.values[centered]
-        moved = segment.changed({centered: np.broadcast_to(deviation, x.shape)})
-        changes.append(moved - segment.changed({centered: np.zeros_like(x)}))
-    parts = np.stack([segment.select(each) for each in changes], axis=-1)
-    change = expected - segment.select(ours)
-    if change.shape[-1] <= 2 * len(changes):  # Too few features to tell.
-        return
-    errors = np.linalg.pinv(parts) @ change[..., None]
-    read = [np.max(np.abs(segment.values[n])) for n in segment.leaves if n in segment.known]
-    level = max([1.0, *read]) / min(1.0, float(np.min(deviation)))
-    largest = float(np.max(np.abs(errors)))
-    if largest <= 64 * np.finfo(np.float32).eps * level:
-        words = (
-            f"the statistics of the reference's norm differ by up to {largest:.1e}, as if they "
-            "were computed in float32; ours are float64"
-        )
-        left = float(np.max(np.abs(change - (parts @ errors)[..., 0])))
-        yield Diagnosis("precision", words, left / float(np.max(np.abs(expected))))
-
-
 def another_constant(segment: Segment) -> Found:
     """Another scale, divisor or other number, which is solved for."""
     groups: dict[tuple[float, str, str], list[int]] = collections.defaultdict(list)
@@ -177,6 +142,8 @@ def another_constant(segment: Segment) -> Found:
                 return segment.changed({n: np.asarray(new) for n in together})
 
             solved = segment.solve(value, ours)
+            if solved is None and segment.residual(value(1.0)) <= segment.tolerance:
+                solved = 1.0  # Through a norm, the search may not find it.
             if solved is None:
                 continue
             if cause == "mean" and abs(abs(solved - ours) - 1) < 1e-6:
@@ -211,8 +178,8 @@ def _role(segment: Segment, number: int) -> tuple[str, str]:
             role = "divisor" if equation.name == "div" else "factor"
             if sources == ["dot_general"]:
                 return _scale_of(segment, others[0]), f"{role} of the products"
-            if sources == ["gather"]:
-                return "embedding scale", f"{role} of the embeddings"
+            if table := segment.program.looked_up(others[0]) if others else "":
+                return f"{table} scale", f"{role} of {segment.label(others[0])}"
             return "scale", f"{role} of {segment.label(others[0])}" if others else role
         if equation.name == "select_n":
             return "mask value", "value of masked elements"
@@ -221,8 +188,8 @@ def _role(segment: Segment, number: int) -> tuple[str, str]:
 
 def _scale_of(segment: Segment, number: int) -> str:
     """Returns the cause that a factor of a value would be."""
-    if segment.producer(number) == "gather":
-        return "embedding scale"
+    if table := segment.program.looked_up(number):
+        return f"{table} scale"
     if segment.site == "logits":
         return "logit scale"
     names = {equation.name for equation in segment.equations}
@@ -235,7 +202,8 @@ def scaled_result(segment: Segment) -> Found:
     last = segment.producers.get(segment.number)
     if last is not None and last.name == "add":
         x, y = (segment.values[n] for n in last.inputs)
-        if x.shape == y.shape and all(map(segment.is_data, last.inputs)):
+        tables = any(map(segment.program.looked_up, last.inputs))
+        if x.shape == y.shape and segment.program.data.issuperset(last.inputs) and not tables:
             parts = np.stack([segment.select(part).ravel() for part in (x, y)], axis=1)
             a, b = np.linalg.lstsq(parts, segment.select(segment.expected).ravel())[0]
             names = [segment.label(n) for n in last.inputs]
@@ -273,43 +241,48 @@ def another_scale(segment: Segment) -> Found:
                 index = equation.inputs.index(number)
                 return segment.changed(segment.with_operand(equation, index, factor * original))
 
-            solved = segment.solve_factor(value)
-            if solved is not None:
-                cause = _scale_of(segment, number)
-                if equation.name == "add":
-                    operand = operand_name(segment, equation, number)
-                    is_term = operand in ("residual", "sub-layer")
-                    cause = "residual scale" if is_term else f"{operand} scale"
-                label = segment.label(number)
-                words = f"the reference multiplies {label} by {solved:.6g}, ours does not"
-                yield segment.diagnosis(cause, words + segment.location({number}), value(solved))
+            cause, label = _scale_of(segment, number), segment.label(number)
+            guesses = [segment.solve_factor(value)]
+            if equation.name == "add":
+                operand = operand_name(segment, equation, number)
+                is_term = operand in ("residual", "sub-layer")
+                cause = "residual scale" if is_term else f"{operand} scale"
+                if operand == "embedding":  # A norm may follow, which is no linear function.
+                    root = original.shape[-1] ** 0.5
+                    guesses += [root, 1 / root, segment.solve(value, 1.0)]
+            for factor in filter(None, guesses):
+                words = f"the reference multiplies {label} by {factor:.6g}, ours does not"
+                yield segment.diagnosis(cause, words + segment.location({number}), value(factor))
 
 
 def operand_name(segment: Segment, equation: Equation, number: int) -> str:
     """Returns what an operand of a sum or product is: "bias", "positions", "residual" ..."""
-    origin = segment.origin(number)
-    if equation.name in ("add", "sub") and not segment.is_data(number):
+    origin, program = segment.origin(number), segment.program
+    if equation.name == "mul" and origin in program.parameters:
+        return "scale"
+    if equation.name not in ("add", "sub"):
+        return "operand"
+    if table := program.looked_up(number):
+        return table
+    if number not in program.data:
         shape = segment.values[origin].shape
-        if origin in segment.program.parameters and len(shape) == 1:
+        if origin in program.parameters and len(shape) == 1:
             return "bias"
-        if origin in segment.program.constants and segment.values[origin].size == 1:
+        if origin in program.constants and segment.values[origin].size == 1:
             return "constant"
         is_score = segment.site.endswith("scores") or segment.values[number].ndim == 4
         return "position bias" if is_score else "positions"
-    if equation.name == "mul" and origin in segment.program.parameters:
-        return "scale"
-    if segment.producer(number) == "gather":
-        return "positions"
-    if equation.name == "add":
-        others = [n for n in equation.inputs if n != number]
-        is_read = any(segment.program.depends(other, origin) for other in others)
-        return "residual" if is_read else "sub-layer"
-    return "operand"
+    if equation.name == "sub":
+        return "operand"
+    others = [n for n in equation.inputs if n != number]
+    is_read = any(program.depends(other, origin) for other in others)
+    return "residual" if is_read else "sub-layer"
 
 
 def precision(segment: Segment) -> Found:
-    """A value is rounded to fewer digits."""
-    if not 0 < segment.residual(segment.value) < 1e-2:
+    """A value is rounded to fewer digits, or computed with fewer."""
+    difference, expected = segment.residual(segment.value), segment.expected
+    if not 0 < difference < 1e-2:
         return
     for number, value in segment.values.items():
         used = number in segment.producers or number in segment.leaves
@@ -320,10 +293,26 @@ def precision(segment: Segment) -> Found:
             name = str(dtype).removeprefix("torch.")
             words = f"the reference rounds {segment.label(number)} to {name}"
             yield segment.cause("precision", words, {number: rounded})
+    if segment.value.dtype != np.float64:
+        return
+    noise, given = segment.residual(segment.in_float32()), torch.tensor(expected)
+    for dtype, limit in _LARGEST_ROUNDING.items():
+        is_exact = torch.equal(given, given.to(dtype).to(given.dtype))
+        is_noise = dtype == torch.float32 and difference <= 16 * noise
+        if difference <= limit and (is_exact or is_noise):
+            name = str(dtype).removeprefix("torch.")
+            words = f"the reference differs by {difference:.1e}, as if it computed {segment.site}"
+            words += f" in {name}; ours in float32 would differ by {noise:.1e}"
+            yield segment.diagnosis("precision", words, expected)
+
+
+_LARGEST_ROUNDING = {torch.bfloat16: 1e-2, torch.float16: 1e-3, torch.float32: FLOAT32}
+"""The largest relative difference that is attributed to a dtype, narrow ones first."""
 
 
 def active_dropout(segment: Segment) -> Found:
-    """Some elements of a value are zero and the others scaled."""
+    """Some elements of a value are zero and the others scaled, on either side."""
+    yield from _without_dropout(segment)
     parts = [(segment.value, segment.expected)]
     last = segment.producers.get(segment.number)
     if last is not None and last.name == "add":
@@ -339,11 +328,29 @@ def active_dropout(segment: Segment) -> Found:
             yield from _dropout_of_weights(segment, equation)
 
 
+def _without_dropout(segment: Segment) -> Found:
+    """Ours multiplies values by random numbers, or selects some of them."""
+    program, kept = segment.program, Numbers()
+    for equation in segment.equations:
+        data = [n for n in equation.inputs if n in program.data]
+        if len(data) == 1 and program.drawn.intersection(equation.inputs):
+            scaled = segment.producers.get(data[0])
+            unscaled = segment.unscaled(scaled) if scaled else None
+            kept[equation.outputs[0]] = segment.values[data[0] if unscaled is None else unscaled]
+            for reader in segment.equations if unscaled is None else ():
+                if segment.unscaled(reader) == equation.outputs[0]:
+                    kept[reader.outputs[0]] = kept.pop(equation.outputs[0])
+    for together in each_and_all(kept):
+        words = "ours draws random numbers and has active dropout, the reference has none"
+        yield segment.cause("dropout", words, {number: kept[number] for number in together})
+
+
 def _dropout_of_weights(segment: Segment, product: Equation) -> Found:
     """Dropout of attention weights [B, H, T, S] before their product with values [B, H, S, U]."""
     weights, values = (segment.values[n] for n in product.inputs)
     result = segment.values[product.outputs[0]]
-    if segment.origin(product.inputs[0]) not in segment.known or result.ndim != 4:
+    is_known = segment.origin(product.inputs[0]) in segment.known
+    if not is_known or result.ndim != 4 or segment.source(segment.number) is not product:
         return
     theirs = segment.expected.reshape(len(result), result.shape[2], result.shape[1], -1)
     attended = np.max(weights, axis=(1, 2))[:, None, :, None] > 0

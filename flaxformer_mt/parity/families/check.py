@@ -16,13 +16,12 @@ from flaxformer_mt.memory_limits import host_memory, require_memory
 from flaxformer_mt.parity import references
 from flaxformer_mt.parity.families import published
 from flaxformer_mt.parity.families.compare import compare
-from flaxformer_mt.parity.families.compare_saved import compare_saved
 from flaxformer_mt.parity.families.model_pair import Tables
 from flaxformer_mt.parity.families.published import Dtype, PublishedModel
 from flaxformer_mt.parity.families.recipes import recipe
-from flaxformer_mt.parity.families.saved_files import SavedValues, script
-from flaxformer_mt.parity.families.settings import SettingDifference
+from flaxformer_mt.parity.families.saved_values import SavedValues, compare_saved, script
 from flaxformer_mt.parity.families.tokens import check_special_tokens, example
+from flaxformer_mt.parity.reports.comparison import SettingDifference
 from flaxformer_mt.parity.reports.report import Report
 from flaxformer_mt.presets import FAMILIES, canonical_family, check_fields, preset
 

@@ -2,13 +2,14 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from torch import nn
 
 from flaxformer_mt import interop
+from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.parity import driver, references, trajectories
 from flaxformer_mt.parity.causes import losses, positions
 from flaxformer_mt.parity.families.model_pair import (
@@ -19,12 +20,11 @@ from flaxformer_mt.parity.families.model_pair import (
     real_tokens,
 )
 from flaxformer_mt.parity.families.recipes import Recipe
-from flaxformer_mt.parity.families.settings import differing_settings
 from flaxformer_mt.parity.families.tokens import Padding, Tokens, select_rows
 from flaxformer_mt.parity.program.diagnosis import Diagnosis, Select, most_specific
 from flaxformer_mt.parity.program.differences import ProgramValues
+from flaxformer_mt.parity.reports.comparison import SettingDifference
 from flaxformer_mt.parity.reports.report import Report
-from flaxformer_mt.parity.rows import VALUES
 from flaxformer_mt.parity.sides import Side
 from flaxformer_mt.parity.trace.module_values import Tap
 from flaxformer_mt.parity.trace.sites import Values
@@ -88,7 +88,7 @@ def compare(
 
     def causes_of(ours: Side, theirs: Side) -> driver.Causes:
         tensors = {**pair.trained(), **pair.fixed()}
-        logits, tolerance = ours.values["logits"], VALUES[pair.dtype]
+        logits, tolerance = ours.values["logits"], driver.VALUES[pair.dtype]
         return family_causes(pair.ours, tensors, tokens, real, logits, theirs, tolerance)
 
     train = None
@@ -173,3 +173,34 @@ def family_causes(
         return most_specific(found, tolerance)
 
     return driver.Causes(model, of_loss)
+
+
+HEAD_COUNTS = ("num_heads", "n_heads", "n_head", "nhead", "head_count", "h")
+HEAD_COUNTS_OF = {"tunz": ("head_size",)}
+"""Further ones of a family; elsewhere the name has another meaning."""
+PADDING_IDS = ("padding_idx", "pad_id", "pad_idx", "src_pad_idx", "trg_pad_idx", "pad")
+
+
+def differing_settings(
+    config: TransformerConfig, module: nn.Module, family: str
+) -> tuple[SettingDifference, ...]:
+    """Returns the settings that a module contradicts, if its parts have one value only."""
+    names: dict[str, tuple[str, ...]] = {"num_heads": HEAD_COUNTS + HEAD_COUNTS_OF.get(family, ())}
+    if config.target_vocab_size:
+        names["pad_id"] = PADDING_IDS
+    found = []
+    for name, attributes in names.items():
+        stated = dict(_stated(module, attributes))
+        ours = getattr(config, name)
+        if len(set(stated.values())) == 1 and ours not in stated.values():
+            where, theirs = next(iter(stated.items()))
+            found.append(SettingDifference(name, ours, theirs, where))
+    return tuple(found)
+
+
+def _stated(module: nn.Module, attributes: tuple[str, ...]) -> Iterator[tuple[str, int]]:
+    for path, part in module.named_modules():
+        for attribute in attributes:
+            value = vars(part).get(attribute)
+            if isinstance(value, int) and not isinstance(value, bool):
+                yield f"{path}.{attribute}".lstrip("."), value

@@ -31,7 +31,8 @@ from flaxformer_mt.parity.families.tokens import (
 )
 from flaxformer_mt.parity.program.equations import Equation, TracedFunction, trace
 from flaxformer_mt.parity.references.losses import LOSSES
-from flaxformer_mt.parity.sides import Pair, copied
+from flaxformer_mt.parity.sides import Pair
+from flaxformer_mt.parity.trace.module_values import copied
 from flaxformer_mt.parity.trace.sites import (
     MASKED,
     Values,

@@ -35,22 +35,17 @@ class PublishedModel:
 
     def configure(self, overrides: Mapping[str, Any]) -> TransformerConfig:
         """Returns the configuration with `overrides`, which cannot be sizes."""
-        config = self.unchecked(overrides)
         with checkpoints.error_context(self.source, self.family.name):
+            if self.checkpoint is not None:
+                config = checkpoints.configure(self.family, self.checkpoint, dict(overrides))
+            else:
+                assert self.config is not None
+                check_fields(overrides)
+                config = dataclasses.replace(self.config, **overrides)
+                validation.check_switches(self.family, config)
             weight_map = WeightMap.of_tensors(self.family, config, self.tensors)
             validation.check_tensors(weight_map, self.tensors)
         return config
-
-    def unchecked(self, overrides: Mapping[str, Any]) -> TransformerConfig:
-        """As `configure`, without a look at every tensor: `reference` refuses those that differ."""
-        with checkpoints.error_context(self.source, self.family.name):
-            if self.checkpoint is not None:
-                return checkpoints.configure(self.family, self.checkpoint, dict(overrides))
-            assert self.config is not None
-            check_fields(overrides)
-            config = dataclasses.replace(self.config, **overrides)
-            validation.check_switches(self.family, config)
-            return config
 
     def stated(self) -> dict[str, Any]:
         """Returns the fields that the checkpoint says of itself, beside its tensors."""

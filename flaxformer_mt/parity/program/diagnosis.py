@@ -11,6 +11,10 @@ Select: TypeAlias = Callable[[str, np.ndarray], np.ndarray]
 """Maps a site and its value to the rows that are compared."""
 
 
+FLOAT32 = 2e-5
+"""The largest relative difference that is attributed to float32."""
+
+
 class Diagnosis(NamedTuple):
     """A known cause, and how well it explains the difference."""
 

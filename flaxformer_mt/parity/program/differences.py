@@ -6,6 +6,7 @@ corrected: it differs only if the equations between them do. A cause is a change
 and the diagnosis is the cause with which the site has the reference's value.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from flaxformer_mt.parity.causes import attention, numbers, structure
 from flaxformer_mt.parity.program.diagnosis import (
+    FLOAT32,
     Diagnosis,
     Found,
     Untested,
@@ -47,7 +49,6 @@ CAUSES: list[Cause] = [
     structure.other_inputs,
     structure.other_parameters,
     numbers.precision,
-    numbers.narrow_norm,
     numbers.active_dropout,
     numbers.scaled_result,
     numbers.another_scale,
@@ -107,9 +108,14 @@ class ProgramValues:
             segment = self._segment(site, expected)
             pair = (self._select(site, comparable(site, segment.value)), segment.select(expected))
             found = relative_difference(*pair, floor)
-            if not found <= self._tolerance:
-                yield Finding(site, found, self._diagnosis(segment))
+            if not found <= segment.tolerance:
+                yield Finding(site, found, self._diagnosis(segment, found))
             self._set(site, expected)
+
+    @property
+    def narrow_sites(self) -> list[str]:
+        """The sites whose values depend on numbers of less than 64 bits, in order."""
+        return [site for site, number in self._sites.items() if number in self._program.narrow]
 
     def _segment(self, site: str, expected: np.ndarray) -> Segment:
         number, values = self._sites[site], dict(self._values)
@@ -119,6 +125,7 @@ class ProgramValues:
         with np.errstate(all="ignore"):
             for equation in equations:
                 compute(equation, values)
+        read = {number, *(n for equation in equations for n in equation.inputs)}
         if len(equations) > MAX_EQUATIONS:
             equations = equations[-MAX_EQUATIONS:]
             self.untested[site] = (
@@ -135,19 +142,28 @@ class ProgramValues:
             expected,
             self._theirs,
             lambda value: self._select(site, comparable(site, value)),
-            self._tolerance,
+            self._tolerance if self._program.rounded.isdisjoint(read) else FLOAT32,
         )
 
-    def _diagnosis(self, segment: Segment) -> Diagnosis | None:
+    def _diagnosis(self, segment: Segment, difference: float) -> Diagnosis | None:
         if not np.issubdtype(segment.expected.dtype, np.inexact):  # Causes are of computations.
             return None
         # Wrong candidates may divide by zero or overflow, which rules them out.
         with np.errstate(all="ignore"):
-            return most_specific(self._found(segment), self._tolerance)
+            found = most_specific(self._found(segment), segment.tolerance)
+            if found is not None or segment.expected.dtype != np.float64:
+                return found
+            # The reference may also compute in float32, which must not hide a larger difference.
+            loose = dataclasses.replace(segment, tolerance=min(FLOAT32, 1e-3 * difference))
+            return most_specific(self._found(loose), loose.tolerance)
 
     def _found(self, segment: Segment) -> Iterator[Diagnosis]:
         # What the reference never computes is most often left out, or replaced by another module.
-        first = [structure.other_modules, structure.other_inputs] if segment.passed_over else []
+        first: list[Cause] = []
+        if segment.passed_over:
+            first = [structure.left_out, structure.other_modules, structure.other_inputs]
+        if not segment.program.drawn.isdisjoint(segment.producers):
+            first.insert(0, numbers.active_dropout)
         for cause in [*first, *self._causes]:
             function = getattr(cause, "func", cause)  # Some causes have a configuration.
             with testing(function.__name__, self.untested):
@@ -155,8 +171,8 @@ class ProgramValues:
 
     def _set(self, site: str, expected: np.ndarray) -> None:
         number = self._sites[site]
-        if not np.issubdtype(expected.dtype, np.inexact):  # PyTorch's integers have 64 bits.
-            expected = expected.astype(self._program.types[number].dtype)
+        # PyTorch's integers have 64 bits, and its code may compute in float32 within float64.
+        expected = expected.astype(self._program.types[number].dtype)
         # A row that is masked throughout has equal weights with published, finite masks.
         self._values[number] = np.maximum(expected, MASKED) if is_scores(site) else expected
         self._known[number] = site

@@ -11,6 +11,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
 from flaxformer_mt.errors import UserError
@@ -28,6 +30,22 @@ _INLINED = {
 _CUSTOM = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
 """Those with a derivative of their own, which a program that is differentiated keeps unless they
 contain a tap."""
+
+
+RESHAPING = (
+    "broadcast_in_dim",
+    "reshape",
+    "transpose",
+    "squeeze",
+    "slice",
+    "convert_element_type",
+    "copy",
+    "copy_p",
+    "stop_gradient",
+    "expand_dims",
+    "mask",
+)
+"""Primitives that only move numbers."""
 
 
 class Equation(NamedTuple):
@@ -108,6 +126,68 @@ class TracedFunction:
                 found.append(Norm(site, number, min(read), equations))
         return found
 
+    @functools.cached_property
+    def data(self) -> set[int]:
+        """The values that depend on what the model is given, not on parameters alone."""
+        return self._reached_from(set(self.inputs) - set(self.parameters))
+
+    @functools.cached_property
+    def drawn(self) -> set[int]:
+        """Random numbers, and what is computed from them alone."""
+        random = {n for e in self.equations if e.name.startswith("random_") for n in e.outputs}
+        return self._reached_from(random) - self.data
+
+    @functools.cached_property
+    def narrow(self) -> set[int]:
+        """The values that depend on numbers of less than 64 bits."""
+        return self._reached_from(self.rounded)
+
+    @functools.cached_property
+    def rounded(self) -> set[int]:
+        """The floating values of less than 64 bits, other than random numbers."""
+        return {
+            number
+            for number, like in self.types.items()
+            if number not in self.drawn
+            and jnp.issubdtype(like.dtype, jnp.floating)
+            and like.dtype.itemsize < 8
+            and (like.shape or number not in self.constants)
+        }
+
+    def _reached_from(self, start: set[int]) -> set[int]:
+        found = set(start)
+        for equation in self.equations:
+            if found.intersection(equation.inputs):
+                found.update(equation.outputs)
+        return found
+
+    @functools.cached_property
+    def producers(self) -> dict[int, Equation]:
+        """The equation that computes each value."""
+        return {number: equation for equation in self.equations for number in equation.outputs}
+
+    def looked_up(self, number: int) -> str:
+        """Returns "positions" or "embedding" for rows of a table, moved and scaled; else ""."""
+        equation = self.producers.get(number)
+        while equation is not None and equation.name in (*RESHAPING, "mul", "div", "select_n"):
+            start = int(equation.name == "select_n")  # Its first input is the condition.
+            varying = [n for n in equation.inputs[start:] if not self._is_scalar(n)]
+            equation = self.producers.get(varying[0]) if len(varying) == 1 else None
+        if equation is None or equation.name != "gather":
+            return ""
+        table = self._origin(equation.inputs[0])
+        path = self.parameters.get(table, "positions" if table in self.constants else "")
+        is_of_tokens = equation.inputs[1] in self.data and "pos" not in path.lower()
+        return "embedding" if is_of_tokens else "positions"
+
+    def _is_scalar(self, number: int) -> bool:
+        return np.size(self.constants.get(self._origin(number), (0, 0))) == 1
+
+    def _origin(self, number: int) -> int:
+        while number in self.producers and self.producers[number].name in RESHAPING:
+            number = self.producers[number].inputs[0]
+        return number
+
     def is_norm_of(self, site: str, other: str) -> bool:
         """Whether a site is a norm of another one."""
         return any(n.site == site and n.reads == self.sites.get(other) for n in self.norms)
@@ -180,12 +260,15 @@ def intermediate_name(path: str) -> str:
 
 class _Builder(TracedFunction):
     def new(self, like: Any) -> int:
+        if _is_key(like):
+            like = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(like.shape, like.dtype))
         self.types[len(self.types)] = jax.ShapeDtypeStruct(like.shape, like.dtype)
         return len(self.types) - 1
 
     def constant(self, value: Any) -> int:
-        number = self.new(jax.typeof(value))
-        self.constants[number] = value
+        like = jax.typeof(value)
+        number = self.new(like)
+        self.constants[number] = jax.random.key_data(value) if _is_key(like) else value
         return number
 
     def add_site(self, name: str, number: int) -> None:
@@ -279,7 +362,28 @@ def _alone(eqn: Any) -> Callable[..., Sequence[Any]]:
     names = [""] * len(inputs), [""] * len(outputs)
     info = core.DebugInfo("parity", eqn.primitive.name, *map(tuple, names))
     jaxpr = core.Jaxpr((), inputs, outputs, [alone], eqn.effects, info)
-    return core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, ()))
+    run = core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, ()))
+    types: list[Any] = [var.aval for var in inputs]
+    if not any(map(_is_key, (*types, *(var.aval for var in outputs)))):
+        return run
+
+    def run_on_numbers(*values: Any) -> list[Any]:
+        given = [
+            _key(value, like.dtype) if _is_key(like) else value
+            for value, like in zip(values, types, strict=True)
+        ]
+        return [jax.random.key_data(each) if _is_key(each) else each for each in run(*given)]
+
+    return run_on_numbers
+
+
+def _is_key(like: Any) -> bool:
+    """Whether values are keys of `jax.random`, in whose place their numbers are kept."""
+    return jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
+
+
+def _key(numbers: Any, dtype: Any) -> Any:
+    return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(jnp.empty((), dtype)))
 
 
 def _has_taps(body: Any) -> bool:

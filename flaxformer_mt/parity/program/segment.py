@@ -8,22 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import numpy as np
 
 from flaxformer_mt.parity.program.diagnosis import Diagnosis, relative_difference
-from flaxformer_mt.parity.program.equations import Equation, TracedFunction
-
-RESHAPING = (
-    "broadcast_in_dim",
-    "reshape",
-    "transpose",
-    "squeeze",
-    "slice",
-    "convert_element_type",
-    "copy",
-    "copy_p",
-    "stop_gradient",
-    "expand_dims",
-    "mask",
-)
-"""Primitives that only move numbers."""
+from flaxformer_mt.parity.program.equations import RESHAPING, Equation, TracedFunction
 
 Numbers = dict[int, np.ndarray]
 
@@ -90,6 +75,14 @@ class Segment:
                 compute(equation, values)
         return values
 
+    def in_float32(self) -> np.ndarray:
+        """Returns our value of the site, computed in float32."""
+        values = dict(self.values)
+        for equation in self.equations:
+            given = (_in_float32(values[number]) for number in equation.inputs)
+            values.update(zip(equation.outputs, map(np.asarray, equation.run(*given)), strict=True))
+        return values[self.number]
+
     def diagnosis(self, cause: str, explanation: str, value: np.ndarray) -> Diagnosis:
         """Returns a cause with which the site has this value."""
         return Diagnosis(cause, explanation, self.residual(value))
@@ -144,19 +137,6 @@ class Segment:
         read = dict.fromkeys(n for equation in self.equations for n in equation.inputs)
         return [n for n in read if n not in self.producers]
 
-    def sources(self, number: int) -> set[int]:
-        """Returns the inputs of the segment from which a value is computed, itself if it is one."""
-        wanted = {number}
-        for equation in reversed(self.equations):
-            if wanted.intersection(equation.outputs):
-                wanted = wanted.difference(equation.outputs).union(equation.inputs)
-        return wanted
-
-    def is_data(self, number: int) -> bool:
-        """Whether a value depends on what the model is given, not on parameters alone."""
-        arguments = set(self.program.inputs) - set(self.program.parameters)
-        return bool(self.sources(number) & (arguments | self.known.keys()))
-
     def consumers(self, number: int) -> Iterator[Equation]:
         """Yields the equations that read a value, without those that only move or guard it."""
         for equation in self.equations:
@@ -206,6 +186,14 @@ class Segment:
             return "the input"
         producer = self.producer(origin)
         return f"the result of {producer}" if producer else "the input"
+
+    def unscaled(self, equation: Equation) -> int | None:
+        """Returns the value that an equation multiplies or divides by a number, if it does."""
+        if equation.name in ("mul", "div"):
+            for number, other in (equation.inputs, equation.inputs[::-1]):
+                if self.is_number(self.origin(other)) and number in self.program.data:
+                    return number
+        return None
 
     def is_scalar(self, number: int) -> bool:
         """Whether a value is one constant number."""
@@ -266,3 +254,13 @@ class Segment:
                 break
             number += float(np.vdot(derivative, missing)) / steepness
         return best if smallest <= scale else None
+
+
+def _in_float32(value: np.ndarray) -> np.ndarray:
+    return value.astype(np.float32) if value.dtype == np.float64 else value
+
+
+def each_and_all(numbers: Collection[int]) -> list[list[int]]:
+    """Returns each number alone, and several together."""
+    together = [[*numbers]] if len(numbers) > 1 else []
+    return [*([number] for number in numbers), *together]

@@ -3,9 +3,8 @@
 import dataclasses
 import math
 from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from flaxformer_mt.parity.families.settings import SettingDifference
 from flaxformer_mt.parity.program.diagnosis import Diagnosis
 from flaxformer_mt.parity.trajectories import Trajectory
 
@@ -74,6 +73,19 @@ class Finding(NamedTuple):
             1.0 if residual < self.difference == math.inf else 1 - residual / self.difference
         )
         return f"{differs}: {cause}; {explanation}. This explains {explained:.4%} of it."
+
+
+class SettingDifference(NamedTuple):
+    """A setting that a module has otherwise than our configuration."""
+
+    name: str
+    ours: Any
+    theirs: Any
+    where: str
+    """Where the reference's value was found, such as "encoder.layers.0.self_attn.num_heads"."""
+
+    def __str__(self) -> str:
+        return f"{self.name} is {self.ours} here, but {self.theirs} in {self.where}"
 
 
 class Summary(NamedTuple):

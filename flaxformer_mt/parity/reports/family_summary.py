@@ -2,23 +2,17 @@
 
 import io
 import json
-import re
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from flaxformer_mt.errors import UserError
 from flaxformer_mt.parity.families.check import Size, check_family
 from flaxformer_mt.parity.reports.comparison import format_difference
 from flaxformer_mt.parity.reports.report import Report, json_values
 from flaxformer_mt.presets import FAMILIES
-
-BEGIN = "<!-- table: made by flaxformer-mt parity --family all --markdown docs/parity.md -->"
-END = "<!-- end of table -->"
 
 
 class FamilyReports(NamedTuple):
@@ -86,12 +80,6 @@ class FamilySummary(NamedTuple):
         ]
         return "\n\n".join([output.getvalue().rstrip("\n"), *failures])
 
-    def to_markdown(self) -> str:
-        """Returns the table as Markdown."""
-        ruler = ["---", *["--:"] * (len(self.headings) - 1)]
-        rows = [self.headings, ruler, *(both.cells() for both in self.reports)]
-        return "".join(f"| {' | '.join(row)} |\n" for row in rows)
-
     def to_json(self) -> str:
         """Returns the differences of every family as JSON."""
         families = [
@@ -120,26 +108,3 @@ def check_all(
         narrow = check_family(family, dtype="float32", size=size, seed=seed, **settings)
         reports.append(FamilyReports(wide, narrow))
     return FamilySummary(tuple(reports), num_steps)
-
-
-def read_document(path: Path) -> str:
-    """Reads a document with the table's markers; a missing file reads as empty markers."""
-    if not path.exists():
-        return f"{BEGIN}\n{END}\n"
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
-    if not _MARKED.search(text):
-        raise UserError(
-            f"{path} does not contain the lines {BEGIN} and {END}, between which the table goes"
-        )
-    return text
-
-
-def with_table(document: str, table: str) -> str:
-    """Returns the document with `table` between its markers."""
-    return _MARKED.sub(lambda _: f"{BEGIN}\n{table}{END}", document, count=1)
-
-
-_MARKED = re.compile(f"{re.escape(BEGIN)}\n.*?{re.escape(END)}", re.DOTALL)

@@ -312,5 +312,12 @@ def request_weights(
     return args, kwargs | {"need_weights": True, "average_attn_weights": False}
 
 
+def copied(tensor: torch.Tensor) -> np.ndarray:
+    """Copies a tensor."""
+    # NumPy has no bfloat16 and no float8, which buffers may have.
+    narrow = tensor.is_floating_point() and tensor.element_size() < 4
+    return (tensor.float() if narrow else tensor).detach().clone().numpy()
+
+
 def _copied(value: Any) -> Any:
-    return value.detach().clone().numpy() if isinstance(value, torch.Tensor) else value
+    return copied(value) if isinstance(value, torch.Tensor) else value

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from flaxformer_mt.memory_limits import gibibytes
 from flaxformer_mt.objectives.cross_entropy import Metrics
-from flaxformer_mt.runs.changes import SPLIT
+from flaxformer_mt.runs.metrics_file import CHANGE
 from flaxformer_mt.training.reporting.metrics import MetricValues
 
 _REFRESHES_PER_SECOND = 4
@@ -140,7 +140,7 @@ class ConsoleWriter:
         self._show("  ".join(self._state(step)))
 
     def write(self, step: int, split: str, values: MetricValues, is_best: bool = False) -> None:
-        if split == SPLIT:
+        if split == CHANGE:
             return  # It was announced at the start.
         if values.get("skipped_steps"):
             count = values["skipped_steps"]

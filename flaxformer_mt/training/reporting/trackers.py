@@ -60,11 +60,17 @@ class Tracker:
 
 
 class Trackers(Writer):
-    """A writer that passes everything on to trackers, to each until it raises an exception."""
+    """A writer that passes everything on to trackers, to each until it raises an exception.
 
-    def __init__(self, trackers: Sequence[Tracker], announce: Callable[[str], None]) -> None:
-        self._trackers = [*trackers]
+    `others` are the writers among those given that are no trackers.
+    """
+
+    def __init__(
+        self, writers: Sequence[Writer | Tracker], announce: Callable[[str], None]
+    ) -> None:
+        self._trackers = [each for each in writers if isinstance(each, Tracker)]
         self._announce = announce
+        self.others = [each for each in writers if not isinstance(each, Tracker)]
 
     def tell(self, method: str, *arguments: Any) -> None:
         """Calls a method of all trackers, and announces which of them fail in one line each."""

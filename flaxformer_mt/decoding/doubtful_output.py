@@ -1,0 +1,56 @@
+"""Translations that are probably none. A score hides them if there are few."""
+
+import collections
+import re
+
+from flaxformer_mt.writing_systems import count_words, has_visible
+
+_KINDS = {
+    "empty": "are empty",
+    "repetitive": "end in a run of one token",
+    "copied": "repeat their source",
+    "too_long": "are many times longer than their source",
+}
+_RUN = re.compile(r"(.{1,12}?)\1{3,}$")
+_TAIL = 80  # Characters in which a run is looked for.
+
+
+class Doubts:
+    """Counts translations by the reason for which they are probably none.
+
+    Attributes:
+      counts: how many are "empty", "repetitive", "copied" and "too_long"; without those of none.
+    """
+
+    def __init__(self) -> None:
+        self.counts: collections.Counter[str] = collections.Counter()
+        self._total = 0
+
+    def add(self, translation: str, source: str | None, reference: str | None = None) -> None:
+        """Counts a translation, with its source or at least its reference."""
+        self._total += 1
+        given = reference if source is None else source
+        if given is None or not has_visible(given):
+            return
+        if not has_visible(translation):
+            self.counts["empty"] += 1
+            return
+        self.counts["repetitive"] += _ends_in_run(translation) and not _ends_in_run(given)
+        words, given_words = count_words(translation), count_words(given)
+        is_long = words > 3 * given_words + 5 or len(translation) > 6 * len(given) + 30
+        self.counts["too_long"] += is_long
+        is_copy = source is not None and translation.casefold() == source.strip().casefold()
+        # Names and numbers stay as they are.
+        self.counts["copied"] += is_copy and words > 1 and translation != reference
+        self.counts += collections.Counter()
+
+    def __str__(self) -> str:
+        found = ", ".join(
+            f"{self.counts[kind]:,} {words}" for kind, words in _KINDS.items() if self.counts[kind]
+        )
+        return f"of {self._total:,} translations, {found or 'none looks wrong'}"
+
+
+def _ends_in_run(text: str) -> bool:
+    found = _RUN.search(f" {' '.join(text.split())}"[-_TAIL:])
+    return bool(found and not found[1].strip().isdecimal())
