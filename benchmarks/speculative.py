@@ -3,7 +3,8 @@
     python benchmarks/speculative.py LARGE DRAFT [--proposals 4] [--rows 1 32] < sentences.txt
 
 LARGE and DRAFT are runs with the same vocabulary. What is compared alternates, and the table has
-medians. "Needed" is the number of tokens that a step must yield for a gain: the time of one
+medians of processor time, which other programs disturb least; with `taskset -c 0` it is the time on
+one idle core. "Needed" is the number of tokens that a step must yield for a gain: the time of one
 verification and of the steps of the draft, divided by that of a step of one token. "Yielded" is how
 many it does: the steps of greedy search divided by those with proposals. The search is that of
 examples/speculative_decoding.py.
@@ -51,14 +52,14 @@ def steps_of(model: fmt.Model, rows: int, tokens: int) -> Callable[[], Any]:
 
 
 def median_times(programs: Sequence[Callable[[], Any]]) -> list[float]:
-    """Returns the median time of each program in seconds; they alternate."""
+    """Returns the median processor time of each program in seconds; they alternate."""
     times: list[list[float]] = [[] for _ in programs]
     for repetition in range(REPETITIONS + 1):
         for program, own in zip(programs, times, strict=True):
-            begin = time.perf_counter()
+            begin = time.process_time()
             program()
             if repetition:  # The first one compiles.
-                own.append(time.perf_counter() - begin)
+                own.append(time.process_time() - begin)
     return [*map(statistics.median, times)]
 
 
@@ -96,7 +97,7 @@ def main() -> None:
         needed = (verified + several * proposed) / one
         print(
             f"| {rows} | {one:.2f} ms | {verified:.2f} ms | {proposed:.2f} ms | {needed:.1f} | "
-            f"{plain() / speculative():.1f} | {speeds[0]:.0f} | {speeds[1]:.0f} |",
+            f"{plain() / speculative():.1f} | {speeds[0]:.1f} | {speeds[1]:.1f} |",
             flush=True,
         )
 
