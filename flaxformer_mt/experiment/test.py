@@ -138,7 +138,10 @@ class Validation:
         if self._config.parallel.num_devices:
             decode = decoding_on(self._devices.devices, decode)
         translator = Translator(self._config.model, params, self._dataset.tokenizers, decode)
-        translated = functools.partial(translator.translate, show_progress=show_progress)
+
+        def translated(own: Sequence[str | Sentence]) -> list[str]:
+            return translator.translate(own, show_progress=show_progress)
+
         return _of_all_processes(translated, sources, translator.models[0][1])
 
     def test(self, workdir: str | Path, show_progress: bool = False) -> Tested:
