@@ -24,6 +24,7 @@ from flaxformer_mt.run_layout import TRAINING
 from flaxformer_mt.runs import parameter_file
 from flaxformer_mt.runs.checkpoint import restore_params
 from flaxformer_mt.runs.folder import read_config, require_run
+from flaxformer_mt.runs.states import differences
 from flaxformer_mt.trained_model import load_run
 from flaxformer_mt.training.devices import Rules, place
 from flaxformer_mt.training.parameters import Params
@@ -190,14 +191,14 @@ def _moment_name(path: Any) -> str:
 
 def _check_fields(theirs: TransformerConfig, ours: TransformerConfig) -> None:
     there, here = _facts(theirs), _facts(ours)
-    differing = [
-        f"model.{name}: {there[name]} there, {here[name]} here"
+    names = [
+        name
         for name in here
         if name in there
-        and there[name] != here[name]
-        # 0 means: as many as the vocabulary has.
+        # A vocabulary size of 0 means: as many tokens as the vocabulary has.
         and not (name.endswith("vocab_size") and 0 in (there[name], here[name]))
     ]
+    differing = differences(*({name: each[name] for name in names} for each in (there, here)))
     if differing:
         raise UserError(f"another model ({'; '.join(differing)}): give the values from there")
 
@@ -208,16 +209,14 @@ def _facts(config: TransformerConfig) -> dict[str, Any]:
     fields |= {"head_dim": config.key_width, "value_dim": config.value_width}
     if config.position_kind != "learned":
         del fields["max_length"]
-    return {name: value for name, value in fields.items() if name in _FIXED_FIELDS}
+    return {f"model.{name}": value for name, value in fields.items() if name in _FIXED_FIELDS}
 
 
 def _check_shapes(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
-    differing = [
-        f"{path}: {_shape(theirs.get(path))} there, {_shape(ours.get(path))} here"
-        for path in sorted(theirs.keys() | ours.keys())
-        if _shape(theirs.get(path)) != _shape(ours.get(path))
-    ]
-    if differing:
+    there, here = (
+        {path: _shape(array) for path, array in sorted(arrays.items())} for arrays in (theirs, ours)
+    )
+    if differing := differences(there, here):
         raise UserError(
             f"other parameters ({'; '.join(differing)}): use the vocabulary from there, and the "
             "same model"

@@ -17,6 +17,7 @@ LANGUAGES = {"sh", "console", "python", "text", "toml", "yaml"}
 REASONS = {
     "needs a GPU",
     "needs a TPU",
+    "needs published weights",
     "needs several machines",
     "needs a download",
     "takes hours",

@@ -117,7 +117,7 @@ def test_another_vocabulary_is_refused_with_the_shapes_that_differ(setup, tmp_pa
     write_file(tmp_path / "converted.safetensors", tiny, params)
     message = refusal(tmp_path / "converted.safetensors", tiny)
     assert "target_embedding/embedding: [9, 8] there, [20, 8] here" in message
-    assert "decoder/layers/feed_forward/output/bias: none there, [1, 8] here" in message
+    assert "decoder/layers/feed_forward/output/bias: nothing there, [1, 8] here" in message
 
 
 def test_what_is_no_parameters_is_refused(setup, tmp_path):
