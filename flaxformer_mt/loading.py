@@ -92,18 +92,28 @@ class Model:
         found = sentence_attention(self.translator(), source, target)
         return AttentionPicture(found, shown(str(self.folder)))
 
-    def save(self, folder: str | Path) -> Run:
+    def save(self, folder: str | Path, *, overwrite: bool = False) -> Run:
         """Writes a run folder, as `flaxformer-mt convert` does, and returns the run.
 
-        It can be trained further: `Run.fine_tuning_config`.
+        It can be trained further: `Run.fine_tuning_config`. `overwrite` replaces a run folder that
+        `save` or `save_run` wrote and that has no other files.
 
         Raises:
           TypeError: `folder` is not a path.
           UserError: it exists, or cannot be written.
         """
         path = require_path(folder, "folder")
-        self._bundle.write_run(path)
+        _require_new(path, overwrite)
+        self._bundle.write_run(path, replace=overwrite)
         return Run(path)
+
+
+def _require_new(folder: str | Path, overwrite: bool) -> None:
+    if not overwrite and os.path.lexists(folder):
+        raise UserError(
+            f"{folder} exists: give another folder, or overwrite=True, which replaces a run folder "
+            "in which no run was trained"
+        )
 
 
 def load(folder: str | Path, family: str | None = None, *, base: str | Path | None = None) -> Model:
@@ -165,11 +175,7 @@ def save_run(
     Raises:
       UserError: the folder exists or cannot be written, or the parameters are not of this model.
     """
-    if not overwrite and os.path.lexists(folder):
-        raise UserError(
-            f"{folder} exists: give another folder, or overwrite=True, which replaces a run folder "
-            "that save_run wrote"
-        )
+    _require_new(folder, overwrite)
     require_params(tokenizers.with_sizes(config), params, str(folder))
     params = model_params(params)
     data = DataConfig(source_language=languages[0], target_language=languages[1])

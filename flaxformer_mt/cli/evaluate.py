@@ -194,7 +194,7 @@ def _doubts(translations: Sequence[str], test: _TestSet) -> "Doubts":
     from flaxformer_mt.decoding.doubtful_output import Doubts
 
     found = Doubts()
-    sources = test.sources or [None] * len(translations)
+    sources: Sequence[str | None] = test.sources or [None] * len(translations)
     for texts in zip(translations, sources, test.references[0], strict=True):
         found.add(*texts)
     return found

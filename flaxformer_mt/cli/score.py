@@ -42,7 +42,7 @@ def score(
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
     summary: bool = False,
 ) -> None:
-    r"""Scores given translations: log-probabilities and alignments, or a learned metric.
+    r"""Scores translations: log-probabilities and alignments, or a metric.
 
     With --run, prints the natural log-probability of each target sentence, end token included,
     given its source sentence. Additional columns are tab-separated. With --metric, prints the

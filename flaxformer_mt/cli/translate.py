@@ -64,7 +64,7 @@ def translate(
       flaxformer-mt translate --run RUN --sampling --seed 1 < source.txt
       flaxformer-mt translate --run RUN_1 --run RUN_2 < source.txt
       flaxformer-mt translate --run RUN --input source.txt --output out --resume
-      flaxformer-mt translate --run RUN --mbr-samples 32 --mbr wmt22-comet-da < source.txt
+      flaxformer-mt translate --run RUN --mbr-samples 32 --mbr comet < source.txt
 
     Args:
       run: Run folder of the trained model. Repeat the option to decode with an ensemble of models

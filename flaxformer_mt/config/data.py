@@ -184,6 +184,9 @@ class DataConfig(Checked):
     tokenizer_path: str = option("", FieldRole.VOCABULARY)
     """Vocabulary to use instead of a learned one: a SentencePiece model, one for each side
     ("en.model,de.model"), or a run folder. Special tokens are those of the vocabulary."""
+    curriculum: str = option("", FieldRole.ROWS)
+    """How often each pair is used in an epoch; empty = once. Names are those of functions given to
+    `flaxformer_mt.train(curriculum=...)`, which records them here."""
     subword_sampling: float = option(0.0, FieldRole.ROWS, lowest=0, highest=1)
     """Sample a new segmentation of each source every time it is used. bpe: the probability of
     skipping a merge (BPE-dropout; 0.1 is usual); unigram: the exponent of a segmentation's

@@ -57,7 +57,7 @@ class TransformerConfig(Checked):
     has_inputs: bool = option(True, FieldRole.ARCHITECTURE, FieldRole.TOKENS)
     """Whether the model has a source: False is a decoder-only language model, without encoder and
     cross-attention."""
-    has_targets: bool = option(True, FieldRole.ARCHITECTURE, FieldRole.TOKENS)
+    has_targets: bool = option(True, FieldRole.ARCHITECTURE)
     """Whether the model has a target: False is an encoder alone, such as XLM-R, without decoder and
     output. It embeds text, and cannot be trained to translate."""
 

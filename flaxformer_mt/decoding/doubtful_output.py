@@ -29,20 +29,26 @@ class Doubts:
     def add(self, translation: str, source: str | None, reference: str | None = None) -> None:
         """Counts a translation, with its source or at least its reference."""
         self._total += 1
-        given = reference if source is None else source
-        if given is None or not has_visible(given):
+        others = [text for text in (source, reference) if text is not None]
+        if not others or not has_visible(others[0]):
             return
         if not has_visible(translation):
             self.counts["empty"] += 1
             return
-        self.counts["repetitive"] += _ends_in_run(translation) and not _ends_in_run(given)
-        words, given_words = count_words(translation), count_words(given)
-        is_long = words > 3 * given_words + 5 or len(translation) > 6 * len(given) + 30
-        self.counts["too_long"] += is_long
-        is_copy = source is not None and translation.casefold() == source.strip().casefold()
-        # Names and numbers stay as they are.
-        self.counts["copied"] += is_copy and words > 1 and translation != reference
-        self.counts += collections.Counter()
+        words = count_words(translation)
+        found = {
+            "repetitive": _ends_in_run(translation) and not any(map(_ends_in_run, others)),
+            # Names and numbers stay as they are.
+            "copied": source is not None
+            and words > 1
+            and translation.casefold() == source.strip().casefold()
+            and translation != reference,
+            "too_long": all(
+                words > 3 * count_words(text) + 5 or len(translation) > 6 * len(text) + 30
+                for text in others
+            ),
+        }
+        self.counts.update(kind for kind, is_so in found.items() if is_so)
 
     def __str__(self) -> str:
         found = ", ".join(

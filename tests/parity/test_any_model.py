@@ -698,6 +698,23 @@ def test_embeddings_and_positions_before_a_norm(ours, scales, cause):
     assert "at embedded" in report.explanation()
 
 
+def test_positions_that_are_zero():
+    module = Embedded(1, 1)
+    module.positions.register_forward_hook(lambda self, inputs, output: 0 * output)
+    report = parity.compare_models(
+        module,
+        lambda params, tokens: (
+            params["tokens"]["weight"][tokens]
+            + parity.tap("positions", params["positions"]["weight"][jnp.arange(4)])
+        ),
+        {"tokens": {"weight": np.zeros((7, 8))}, "positions": {"weight": np.zeros((5, 8))}},
+        np.random.default_rng(0).integers(7, size=(3, 4)),
+        forward=lambda module, x: module.tokens(x) + module.positions(torch.arange(4)),
+    )
+    found = [(each.site, each.diagnosis.cause) for each in report.findings]
+    assert found == [("positions", "positions missing")]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["none", "scale", "mask", "split", "join"])
 def test_faults_inside_a_fused_attention(fault):

@@ -159,7 +159,7 @@ def _ranked(wanted: str, codes: Iterable[Code | None]) -> _Ranked:
 def _best(ranked: Sequence[_Ranked]) -> tuple[int, ...] | None:
     choices = [[*zip(*each, strict=True)] for each in itertools.product(*ranked)]
     best = min((each for each in choices if len({*each[1]}) == len(ranked)), default=None)
-    return best and best[1]
+    return None if best is None else best[1]
 
 
 def _header_code(cell: str, side: int) -> Code | None:

@@ -113,14 +113,10 @@ class Table:
         @functools.cache  # Files are read several times.
         def recognized(path: Path) -> tuple[str, bool, list[str]]:
             is_csv, remarks = self.form == "csv", list[str]()
-            has_quotes = self.quoting == "csv" or is_csv
-            if self.quoting == "none":
-                has_quotes = False
-            elif not has_quotes:
-                has_quotes = is_quoted(path, remarks.append)
-            delimiter = "\t"
-            if is_csv:
-                delimiter = self._delimiter(path, has_quotes, remarks.append)
+            has_quotes = self.quoting == "csv"
+            if self.quoting == "auto":
+                has_quotes = is_csv or is_quoted(path, remarks.append)
+            delimiter = self._delimiter(path, has_quotes, remarks.append) if is_csv else "\t"
             return delimiter, has_quotes, remarks
 
         return recognized
@@ -133,7 +129,7 @@ class Table:
         """
         sample = [*itertools.islice(text_files.lines_and_faults(path), _SAMPLE)]
         lines = [line for line in sample if isinstance(line, str)]
-        suitable = []
+        suitable: list[tuple[bool, bool, int, str]] = []
         for delimiter in _DELIMITERS:
             read = _csv_rows if has_quotes else _unquoted_rows
             rows = [cells for _, cells in read(iter(lines), delimiter)]

@@ -174,7 +174,9 @@ def arriving_lines(
         if number == 1:
             check_is_text(b"".join(lines)[:_BLOCK_BYTES], Path(name))
         texts = _decoded(filter(None, lines))
-        yield list(_valid((t if isinstance(t, Fault) else clean(t) for t in texts), name, number))
+        # Every line gets an answer, also one with a NUL.
+        cleaned = (t if isinstance(t, Fault) else clean(t.replace("\0", " ")) for t in texts)
+        yield list(_valid(cleaned, name, number))
         number += len(lines)
 
 

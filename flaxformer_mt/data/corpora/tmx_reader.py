@@ -39,7 +39,10 @@ def stream_rows(
                 units.complete.clear()
             units.parser.Parse(b"", True)
         except xml.parsers.expat.ExpatError as error:
-            raise UserError(f"{path} is not TMX: {error}") from error
+            raise UserError(
+                f"{path} is not TMX: {error}: correct it there; or, if it is not in the encoding "
+                "that its first line names, convert it to UTF-8"
+            ) from error
         except (LookupError, ValueError) as error:  # From Python, which expat asks for encodings.
             raise UserError(
                 f"{path} has an encoding that is not read ({error}): convert it to UTF-8"

@@ -35,20 +35,16 @@ _MERGE = (
     ".save_pretrained(NEW), and read NEW"
 )
 
-# Settings that say how the tensors are applied, ...
-_APPLIED = {
-    "peft_type", "r", "lora_alpha", "use_rslora", "alpha_pattern", "rank_pattern",
-    "init_lora_weights",
+_KNOWN = {
+    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config",
+    "eva_config", "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights",
+    "layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha", "lora_bias",
+    "lora_dropout", "lora_ga_config", "megatron_core", "modules_to_save", "peft_type",
+    "peft_version", "qalora_group_size", "r", "rank_pattern", "revision", "runtime_config",
+    "target_modules", "task_type", "use_dora", "use_rslora",
 }  # fmt: skip
-# ... and those of training, and what the names of the tensors say already. Any other setting may
-# change how they are applied.
-_OTHERS = {
-    "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "eva_config",
-    "exclude_modules", "fan_in_fan_out", "inference_mode", "layers_pattern", "layers_to_transform",
-    "loftq_config", "lora_bias", "lora_dropout", "lora_ga_config", "megatron_core",
-    "modules_to_save", "peft_version", "qalora_group_size", "revision", "runtime_config",
-    "target_modules", "task_type", "use_dora",
-}  # fmt: skip
+"""Settings that are applied, that the names of the tensors say already, or that trained them. Any
+other may change how the tensors are applied."""
 _INITIAL = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 """Initial values that leave the base as it is; others subtract the adapter's from it."""
 
@@ -154,7 +150,7 @@ def _check_supported(settings: Mapping[str, Any]) -> None:
         raise UserError(f"peft_type={settings.get('peft_type')} is not supported: {_MERGE}")
     for name, value in settings.items():
         if (name == "init_lora_weights" and value not in _INITIAL) or (
-            name not in _APPLIED | _OTHERS and value not in (None, False, {}, [])
+            name not in _KNOWN and value not in (None, False, {}, [])
         ):
             raise UserError(f"{name}={value} is not supported: {_MERGE}")
 

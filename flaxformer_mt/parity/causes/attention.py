@@ -1,7 +1,7 @@
 """Causes in attention: masks, heads, rotary positions, groups of queries, where scales are."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -120,65 +120,68 @@ def another_mask_value(segment: Segment) -> Found:
 
 def another_head_order(segment: Segment) -> Found:
     """Heads are split or joined in another order."""
-    splits: list[tuple[str, Numbers]] = []
-    joins: list[tuple[str, Numbers]] = []
+    splits: dict[str, list[Numbers]] = {"as (feature, head)": [], "without a transpose": []}
+    joins: list[tuple[Equation, str]] = []
     for equation in segment.equations:
         if equation.name != "reshape":
             continue
-        (number,), (output,) = equation.inputs, equation.outputs
-        value, result = segment.values[number], segment.values[output]
+        value, result = (segment.values[n] for n in (*equation.inputs, *equation.outputs))
         heads, width = result.shape[-2:] if result.ndim > 1 else (1, 1)
         if result.shape == (*value.shape[:-1], heads, width) and heads > 1:
             other = value.reshape(*value.shape[:-1], width, heads).swapaxes(-1, -2)
-            words = f"splits {segment.label(number)} into heads"
-            splits.append((f"{words} as (feature, head)", {output: other}))
+            splits["as (feature, head)"].append({equation.outputs[0]: other})
             if value.ndim == 3:
-                apart = value.reshape(len(value), heads, -1, width).swapaxes(1, 2)
-                splits.append((f"{words} without a transpose", {output: apart}))
+                other = value.reshape(len(value), heads, -1, width).swapaxes(1, 2)
+                splits["without a transpose"].append({equation.outputs[0]: other})
         if result.ndim == value.ndim - 1 > 1 and 1 not in value.shape[-2:]:
-            ways = {"as (feature, head)": value.swapaxes(-1, -2)}
-            if value.ndim == 4:
-                ways["without a transpose"] = value.swapaxes(1, 2)
-                ways["along the batch"] = value.transpose(2, 0, 1, 3)
-            for order, other in ways.items():
-                joins.append((f"joins heads {order}", {output: other.reshape(result.shape)}))
-    for words, changes in (*joins, *splits):
-        yield segment.cause("head order", f"the reference {words}", changes)
-    for kind in ("(feature, head)", "without a transpose"):
-        every = [changes for words, changes in splits if words.endswith(kind)]
-        if len(every) > 2:
-            words = f"the reference splits all of them into heads {kind}"
-            together = {n: value for changes in every for n, value in changes.items()}
-            yield segment.cause("head order", words, together)
-    for (words, one), (also, second) in itertools.combinations(splits, 2):
-        yield segment.cause("head order", f"the reference {words} and {also}", one | second)
-    for (words, split), (_, join) in itertools.product(splits, joins):
-        # The order of heads is changed before they are joined: both are computed anew.
-        (output,) = join
-        equation = next(e for e in segment.equations if output in e.outputs)
-        changed = segment.changed(split, equation.inputs[0])
-        other = changed.swapaxes(-1, -2).reshape(segment.values[output].shape)
-        words = f"the reference {words}, and joins heads as (feature, head)"
-        yield segment.cause("head order", words, {output: other})
+            kinds = [*_JOINS] if value.ndim == 4 else ["as (feature, head)"]
+            joins += [(equation, kind) for kind in kinds]
+
+    def joined(equation: Equation, kind: str, value: np.ndarray) -> Numbers:
+        (output,) = equation.outputs
+        return {output: _JOINS[kind](value).reshape(segment.values[output].shape)}
+
+    for equation, kind in joins:
+        changes = joined(equation, kind, segment.values[equation.inputs[0]])
+        yield segment.cause("head order", f"the reference joins heads {kind}", changes)
+    for kind, found in splits.items():
+        for count in sorted({1, 2, len(found)} - {0}):
+            for together in itertools.combinations(found, count):
+                split = {n: value for changes in together for n, value in changes.items()}
+                labels = " and ".join(segment.label(segment.producers[n].inputs[0]) for n in split)
+                words = f"the reference splits {labels} into heads {kind}"
+                yield segment.cause("head order", words, split)
+                # The order of heads is changed before they are joined: both are computed anew.
+                for equation in [each for each, way in joins if way == kind]:
+                    value = segment.changed(split, equation.inputs[0])
+                    also = f"{words}, and joins them in the same way"
+                    yield segment.cause("head order", also, joined(equation, kind, value))
+
+
+_JOINS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "as (feature, head)": lambda value: value.swapaxes(-1, -2),
+    "without a transpose": lambda value: value.swapaxes(1, 2),
+    "along the batch": lambda value: value.transpose(2, 0, 1, 3),
+}
+"""How heads [B, T, H, K] are arranged before they are joined."""
 
 
 def another_rotation(segment: Segment) -> Found:
     """Rotary positions turn other pairs, turn them the other way, or are missing."""
     for numbers, own, other in _rotated(segment):
         ways = (
-            ("rotation layout", f"rotates pairs of {other}, ours pairs of {own}", (own, other)),
-            ("rotation direction", "rotates in the other direction", (own, own)),
+            ("rotation layout", f"rotates pairs of {other}, ours pairs of {own}", other),
+            ("rotation direction", "rotates in the other direction", f"{own}, reversed"),
         )
         for together in each_and_all(numbers):
-            for cause, words, key in ways:
-                change, back = _CHANGES[key]
-                changes = {number: change(segment.values[number]) for number in together}
+            for cause, words, its in ways:
+                changes = {n: _rearranged(segment.values[n], own, its) for n in together}
                 value = segment.changed(changes)
                 words = f"the reference {words}"
                 yield segment.diagnosis(cause, words, value)
-                # Of scores, the order of the width does not count; of queries and keys, it does.
+                # Scores sum over the width, so its order matters for queries and keys only.
                 if value.shape[-1:] == changes[together[0]].shape[-1:]:
-                    yield segment.diagnosis(cause, words, back(value))
+                    yield segment.diagnosis(cause, words, _rearranged(value, own, its, back=True))
         joined = {
             whole: segment.values[number]
             for number in numbers
@@ -217,30 +220,19 @@ def _joined(segment: Segment, number: int) -> Iterator[int]:
                 yield output
 
 
-def _neighbors_to_halves(value: np.ndarray) -> np.ndarray:
-    return np.concatenate([value[..., 0::2], value[..., 1::2]], -1)
+def _rearranged(value: np.ndarray, own: str, other: str, back: bool = False) -> np.ndarray:
+    """Returns features in an order in which rotating pairs of `own` rotates pairs of `other`."""
+    width = value.shape[-1]
+    order = np.empty(width, int)
+    order[_pairs(own, width)] = _pairs(other, width)
+    return value[..., np.argsort(order) if back else order]
 
 
-def _halves_to_neighbors(value: np.ndarray) -> np.ndarray:
-    return np.stack(np.split(value, 2, -1), -1).reshape(value.shape)
-
-
-def _exchange_halves(value: np.ndarray) -> np.ndarray:
-    return np.roll(value, value.shape[-1] // 2, -1)
-
-
-def _exchange_neighbors(value: np.ndarray) -> np.ndarray:
-    return value.reshape(*value.shape[:-1], -1, 2)[..., ::-1].reshape(value.shape)
-
-
-_CHANGES = {
-    ("halves", "neighbors"): (_neighbors_to_halves, _halves_to_neighbors),
-    ("neighbors", "halves"): (_halves_to_neighbors, _neighbors_to_halves),
-    ("halves", "halves"): (_exchange_halves, _exchange_halves),
-    ("neighbors", "neighbors"): (_exchange_neighbors, _exchange_neighbors),
-}
-"""What makes a rotation of our pairs one of others, or of the same in the other direction: the
-permutations before and after it."""
+def _pairs(kind: str, width: int) -> np.ndarray:
+    """Returns the first features of all pairs, then the second ones."""
+    features = np.arange(width)
+    pairs = features.reshape(2, -1) if "halves" in kind else features.reshape(-1, 2).T
+    return (pairs[::-1] if "reversed" in kind else pairs).ravel()
 
 
 def another_grouping(segment: Segment) -> Found:

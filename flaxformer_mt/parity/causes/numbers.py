@@ -212,6 +212,12 @@ def scaled_result(segment: Segment) -> Found:
                 "adds them unscaled"
             )
             yield segment.diagnosis("residual scale", words, a * x + b * y)
+    if not segment.select(segment.expected).any():
+        table = segment.program.looked_up(segment.number)
+        is_table = segment.number not in segment.program.data
+        what = table or ("positions" if is_table else "sub-layer")
+        words = f"{segment.site} is zero in the reference"
+        yield segment.diagnosis(f"{what} missing", words, np.zeros_like(segment.value))
     solved = segment.solve_factor(lambda scale: scale * segment.value)
     if solved is not None:
         words = f"the reference multiplies the result by {solved:.6g}, ours does not"
@@ -262,7 +268,9 @@ def operand_name(segment: Segment, equation: Equation, number: int) -> str:
         return "scale"
     if equation.name not in ("add", "sub"):
         return "operand"
-    if table := program.looked_up(number):
+    others, table = [n for n in equation.inputs if n != number], program.looked_up(number)
+    is_table = [program.looked_up(n) or n not in program.data for n in others]
+    if table == "positions" or (table and all(is_table)):  # Else it is a residual.
         return table
     if number not in program.data:
         shape = segment.values[origin].shape
@@ -274,7 +282,6 @@ def operand_name(segment: Segment, equation: Equation, number: int) -> str:
         return "position bias" if is_score else "positions"
     if equation.name == "sub":
         return "operand"
-    others = [n for n in equation.inputs if n != number]
     is_read = any(program.depends(other, origin) for other in others)
     return "residual" if is_read else "sub-layer"
 
