@@ -16,6 +16,7 @@ from flaxformer_mt.interop.formats import adapters as peft
 from flaxformer_mt.interop.formats import folders
 from flaxformer_mt.interop.formats.bundle import ModelBundle, read_bundle
 from flaxformer_mt.interop.formats.hub_families import HUB_FAMILIES
+from flaxformer_mt.interop.weight_maps.mapping import model_params
 from flaxformer_mt.model.functional import require_params
 from flaxformer_mt.plotting.attention_page import AttentionPicture
 from flaxformer_mt.presets import canonical_family
@@ -164,7 +165,8 @@ def save_run(
       folder: the folder to create.
       config: of the model.
       tokenizers: its vocabularies.
-      params: its parameters, on any devices; of several processes, all have to call this.
+      params: its parameters, on any devices; of several processes, all have to call this. Carried
+        tensors, as in what `interop.load` returns, are left out.
       step: the number of training steps made.
       languages: the codes of source and target, by which `evaluate` chooses its tokenizer.
       overwrite: whether a run folder of `save_run` is replaced, atomically. It must have no files
@@ -175,6 +177,7 @@ def save_run(
     """
     _require_new(folder, overwrite)
     require_params(tokenizers.with_sizes(config), params, str(folder))
+    params = model_params(params)
     data = DataConfig(source_language=languages[0], target_language=languages[1])
     write_model(
         folder,

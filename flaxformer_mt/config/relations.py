@@ -148,7 +148,7 @@ DATA: tuple[Relation, ...] = (
         "{pair_columns}: must be NAME=COLUMN, with other names than source and target: weight=3",
     ),
     (
-        lambda c: c.subword_sampling and not c.splits_words,
+        lambda c: c.subword_sampling and not c.learns_subwords,
         "{subword_sampling} needs data.tokenizer=bpe or unigram",
     ),
     (

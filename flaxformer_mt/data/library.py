@@ -131,7 +131,7 @@ def train_tokenizers(
       size: of each vocabulary; small corpora get a smaller one.
       joint: whether both sides share a vocabulary.
       options: further options of vocabularies, as of `data` in a configuration: `tokenizer`
-        ("bpe", "unigram" or "word"), `byte_fallback`, `character_coverage`,
+        ("bpe", "unigram", "word" or "bytes"), `byte_fallback`, `character_coverage`,
         `normalization` ("nfc", "nfkc" or "none"), `keep_whole`.
 
     Raises:
