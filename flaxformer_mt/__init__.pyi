@@ -33,6 +33,9 @@ from .decoding.translator import translate as translate
 from .distributed import initialize as initialize
 from .errors import UserError as UserError
 from .experiment import train as train
+from .interop.formats.hub_families import HubFamily as HubFamily
+from .interop.formats.registration import register_family as register_family
+from .interop.weight_maps.family import Family as Family
 from .interruption import Interruption as Interruption
 from .judges.judge import Judge as Judge
 from .judges.reading import metric as metric

@@ -64,21 +64,21 @@ def initialize(
         return
     if cluster != "none" and by_hand:
         raise UserError(
-            f"--cluster={cluster} detects the processes: omit --coordinator, "
-            "--num-processes and --process-id"
+            f"cluster={cluster} detects the processes: omit coordinator, num_processes and "
+            "process_id"
         )
     if by_hand:
         _check(coordinator, num_processes, process_id)
         if process_id > 0:
             _wait_for(coordinator, timeout)
-        where = f"--coordinator={coordinator} --num-processes={num_processes}"
+        where = f"coordinator={coordinator} num_processes={num_processes}"
         found: dict[str, Any] = {
             "coordinator_address": coordinator,
             "num_processes": num_processes,
             "process_id": process_id,
         }
     else:
-        where = f"--cluster={cluster}"
+        where = f"cluster={cluster}"
         found = {"cluster_detection_method": None if cluster == "auto" else cluster}
 
     # On timeout JAX would abort the process with a long message instead of raising.
@@ -103,12 +103,12 @@ def _check(coordinator: str, num_processes: int, process_id: int) -> None:
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdigit():
         raise UserError(
-            f"--coordinator={coordinator!r} must be HOST:PORT of process 0, such as node1:1234"
+            f"coordinator={coordinator!r} must be HOST:PORT of process 0, such as node1:1234"
         )
     if not 0 <= process_id < num_processes:
         raise UserError(
-            f"--process-id={process_id} must be one of 0 to {num_processes - 1} "
-            f"(--num-processes={num_processes}), each used by one process"
+            f"process_id={process_id} must be one of 0 to {num_processes - 1} "
+            f"(num_processes={num_processes}), each used by one process"
         )
 
 
@@ -123,7 +123,7 @@ def _wait_for(coordinator: str, timeout: int) -> None:
         except OSError as error:
             if time.monotonic() > end:
                 raise UserError(
-                    f"--coordinator={coordinator}: no answer in {timeout} s ({error}): start "
+                    f"coordinator={coordinator}: no answer in {timeout} s ({error}): start "
                     "process 0 there, and make that port reachable from this host"
                 ) from error
             time.sleep(0.5)
@@ -132,7 +132,7 @@ def _wait_for(coordinator: str, timeout: int) -> None:
 def _give_up(where: str, timeout: int) -> None:
     print(
         f"error: {where}: not all processes came within {timeout} s: start each of them, with the "
-        "same number of processes and a distinct --process-id",
+        "same number of processes and a distinct process_id",
         file=sys.stderr,
         flush=True,
     )

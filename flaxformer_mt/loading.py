@@ -16,6 +16,7 @@ from flaxformer_mt.interop.formats import adapters as peft
 from flaxformer_mt.interop.formats import folders
 from flaxformer_mt.interop.formats.bundle import ModelBundle, read_bundle
 from flaxformer_mt.interop.formats.hub_families import HUB_FAMILIES
+from flaxformer_mt.interop.weight_maps.mapping import model_params
 from flaxformer_mt.model.functional import require_params
 from flaxformer_mt.plotting.attention_page import AttentionPicture
 from flaxformer_mt.presets import canonical_family
@@ -91,18 +92,28 @@ class Model:
         found = sentence_attention(self.translator(), source, target)
         return AttentionPicture(found, shown(str(self.folder)))
 
-    def save(self, folder: str | Path) -> Run:
+    def save(self, folder: str | Path, *, overwrite: bool = False) -> Run:
         """Writes a run folder, as `flaxformer-mt convert` does, and returns the run.
 
-        It can be trained further: `Run.fine_tuning_config`.
+        It can be trained further: `Run.fine_tuning_config`. `overwrite` replaces a run folder that
+        `save` or `save_run` wrote and that has no other files.
 
         Raises:
           TypeError: `folder` is not a path.
           UserError: it exists, or cannot be written.
         """
         path = require_path(folder, "folder")
-        self._bundle.write_run(path)
+        _require_new(path, overwrite)
+        self._bundle.write_run(path, replace=overwrite)
         return Run(path)
+
+
+def _require_new(folder: str | Path, overwrite: bool) -> None:
+    if not overwrite and os.path.lexists(folder):
+        raise UserError(
+            f"{folder} exists: give another folder, or overwrite=True, which replaces a run folder "
+            "in which no run was trained"
+        )
 
 
 def load(folder: str | Path, family: str | None = None, *, base: str | Path | None = None) -> Model:
@@ -154,7 +165,8 @@ def save_run(
       folder: the folder to create.
       config: of the model.
       tokenizers: its vocabularies.
-      params: its parameters, on any devices; of several processes, all have to call this.
+      params: its parameters, on any devices; of several processes, all have to call this. Carried
+        tensors, as in what `interop.load` returns, are left out.
       step: the number of training steps made.
       languages: the codes of source and target, by which `evaluate` chooses its tokenizer.
       overwrite: whether a run folder of `save_run` is replaced, atomically. It must have no files
@@ -163,12 +175,9 @@ def save_run(
     Raises:
       UserError: the folder exists or cannot be written, or the parameters are not of this model.
     """
-    if not overwrite and os.path.lexists(folder):
-        raise UserError(
-            f"{folder} exists: give another folder, or overwrite=True, which replaces a run folder "
-            "that save_run wrote"
-        )
+    _require_new(folder, overwrite)
     require_params(tokenizers.with_sizes(config), params, str(folder))
+    params = model_params(params)
     data = DataConfig(source_language=languages[0], target_language=languages[1])
     write_model(
         folder,

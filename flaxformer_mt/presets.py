@@ -328,6 +328,47 @@ def m2m100(**overrides: Any) -> TransformerConfig:
     return TransformerConfig(**values | overrides)
 
 
+def pegasus(**overrides: Any) -> TransformerConfig:
+    """Returns a Pegasus model: pre-norm, the positions of Marian, one table of embeddings.
+
+    Published initial values are normal with standard deviation 0.02.
+
+    Source: `PegasusForConditionalGeneration`,
+    https://huggingface.co/docs/transformers/model_doc/pegasus; Zhang et al. 2020.
+    """
+    overrides = _special_tokens(overrides, pad_id=0, eos_id=1) | overrides
+    values: dict[str, Any] = {
+        "norm_position": "pre",
+        "norm_epsilon": 1e-5,
+        "final_norm": True,
+        "output_bias": True,
+        "position_layout": "concatenated",
+        "mask_target_padding": False,
+        "bos_id": overrides.get("pad_id", TransformerConfig.pad_id),
+    }
+    return TransformerConfig(**values | overrides)
+
+
+def fsmt(**overrides: Any) -> TransformerConfig:
+    """Returns an FSMT model: post-norm, fairseq's sinusoids, a target table that is the output.
+
+    Published initial values are normal with standard deviation 0.02.
+
+    Source: `FSMTForConditionalGeneration`,
+    https://huggingface.co/docs/transformers/model_doc/fsmt; Ng et al. 2019.
+    """
+    overrides = _special_tokens(overrides, pad_id=1, eos_id=2) | overrides
+    values: dict[str, Any] = {
+        "norm_epsilon": 1e-5,
+        "position_layout": "concatenated",
+        "position_exponent": "tensor2tensor",
+        "position_offset": overrides.get("pad_id", TransformerConfig.pad_id) + 1,
+        "tie_embeddings": "target_output",
+        "bos_id": overrides.get("eos_id", TransformerConfig.eos_id),
+    }
+    return TransformerConfig(**values | overrides)
+
+
 def t5(**overrides: Any) -> TransformerConfig:
     """Returns a T5 model: pre-norm with root-mean-square norms, relative positions, no biases.
 
@@ -367,6 +408,23 @@ def t5(**overrides: Any) -> TransformerConfig:
     return TransformerConfig(**values | overrides)
 
 
+def umt5(**overrides: Any) -> TransformerConfig:
+    """Returns a UMT5 model: T5 1.1 with relative positions of its own in every layer.
+
+    The output is tied to the embeddings, and scaled unless the checkpoint says otherwise.
+
+    Source: `UMT5ForConditionalGeneration`,
+    https://huggingface.co/docs/transformers/model_doc/umt5; Chung et al. 2023.
+    """
+    is_gated = overrides.get("feed_forward_gate", True)
+    values: dict[str, Any] = {
+        "feed_forward_gate": is_gated,
+        "activation": "gelu_tanh" if is_gated else "relu",
+        "relative_position_sharing": "layer",
+    }
+    return t5(**values | overrides)
+
+
 def _special_tokens(overrides: dict[str, Any], **published: int) -> dict[str, Any]:
     return published if overrides.get("target_vocab_size") else {}
 
@@ -385,7 +443,7 @@ FAMILIES: dict[str, Callable[..., TransformerConfig]] = {
     published.__name__: published
     for published in (
         jadore801120, double_projection, annotated_wide_heads, annotated, tunz, torch, marian,
-        fairseq, opennmt, mbart, m2m100, t5,
+        fairseq, opennmt, mbart, m2m100, pegasus, fsmt, t5, umt5,
     )
 }  # fmt: skip
 """The preset of each family, by name."""

@@ -28,5 +28,5 @@ def require_local(path: str | os.PathLike[str]) -> None:
     if url := url_of(path):
         raise UserError(
             f"{url} cannot be written to: give a local path. To publish a run there, give train "
-            f"--publish={url}, or run `flaxformer-mt publish RUN {url}`; commands read from URLs"
+            f"publish={url}, or run `flaxformer-mt publish RUN {url}`; commands read from URLs"
         )

@@ -63,7 +63,7 @@ def generate(pair, sources, options, batch_size=50):
     found = []
     settings = pair.theirs.config
     # The cache of transformers 5 has as many layers as T5's encoder.
-    has_cache = settings.model_type not in ("t5", "mt5") or (
+    has_cache = settings.model_type not in ("t5", "mt5", "umt5") or (
         settings.num_decoder_layers <= settings.num_layers
     )
     for start in range(0, len(sources), batch_size):

@@ -1,12 +1,15 @@
-"""Toy models in the folder layout of the Hugging Face Hub: T5, NLLB, M2M-100, mBART-50, BART."""
+"""Toy models in the folder layout of the Hugging Face Hub."""
 
+import contextlib
 import io
 import json
 import warnings
 
+import sacremoses
 import sentencepiece
 import tokenizers
 import torch
+from subword_nmt.learn_bpe import learn_bpe
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -17,10 +20,15 @@ KINDS = {
     "t5": ("t5", None),
     "flan": ("t5", None),
     "mt5": ("t5", None),
+    "madlad": ("t5", None),
+    "byt5": ("t5", None),
+    "umt5": ("umt5", None),
+    "pegasus": ("pegasus", None),
     "nllb": ("m2m100", "fra_Latn"),
     "m2m100": ("m2m100", "__fr__"),
     "mbart50": ("mbart", "fr_XX"),
     "bart": ("mbart", "<s>"),
+    "fsmt": ("fsmt", None),
 }
 """The family of each kind, and the token that translations begin with."""
 
@@ -30,12 +38,12 @@ def family_of(kind):
     return KINDS.get(kind, (kind,))[0]
 
 
-def _pieces(texts, kind, **options):
+def _pieces(texts, kind, size=200, **options):
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(texts),
         model_writer=model,
-        vocab_size=200,
+        vocab_size=size,
         model_type=kind,
         hard_vocab_limit=False,
         num_threads=1,
@@ -43,6 +51,29 @@ def _pieces(texts, kind, **options):
         **options,
     )
     return model.getvalue()
+
+
+def _save_fsmt(texts, folder):
+    """Writes vocabularies like those of facebook/wmt19-en-de."""
+    moses = sacremoses.MosesTokenizer(lang="en")
+    lines = "\n".join(moses.tokenize(text, return_str=True) for text in texts)
+    codes = io.StringIO()
+    with contextlib.redirect_stderr(io.StringIO()):
+        learn_bpe(io.StringIO(lines), codes, 100)
+    merges = codes.getvalue().splitlines()[1:]
+    (folder / "merges.txt").write_text("\n".join([*merges, ""]))
+    letters = sorted(set(lines) - {" ", "\n"})
+    pieces = [
+        *letters,
+        *(letter + "</w>" for letter in letters),
+        *(m.replace(" ", "") for m in merges),
+    ]
+    for side, own in (("src", pieces), ("tgt", pieces[:-5])):
+        names = ["<s>", "<pad>", "</s>", "<unk>", *dict.fromkeys(own)]
+        ids = {name: number for number, name in enumerate(names)}
+        (folder / f"vocab-{side}.json").write_text(json.dumps(ids))
+    settings = {"langs": ["en", "de"], "do_lower_case": False}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 def earlier(folder):
@@ -59,7 +90,29 @@ def _set_aside(folder, *names):
 def save_tokenizer(kind, texts, folder, **settings):
     """Writes the tokenizer of a kind, learned from texts, and returns that of transformers."""
     folder.mkdir(parents=True)
-    if KINDS[kind][0] == "t5":
+    if kind == "pegasus":
+        # Ids of pieces begin after the unused ones.
+        unused = ["<mask_1>", "<mask_2>", *(f"<unk_{number}>" for number in range(2, 103))]
+        ids = {"pad_id": 0, "eos_id": 1, "bos_id": -1, "unk_id": 105}
+        (folder / "spiece.model").write_bytes(
+            _pieces(texts, "unigram", user_defined_symbols=unused, size=320, **ids)
+        )
+        made = transformers.PegasusTokenizer.from_pretrained(folder, **settings)
+        _set_aside(folder, "spiece.model")
+    elif kind == "fsmt":
+        _save_fsmt(texts, folder)
+        made = transformers.FSMTTokenizer.from_pretrained(folder, **settings)
+    elif kind == "byt5":
+        made = transformers.ByT5Tokenizer(**settings)
+    elif kind == "madlad":
+        tags = [f"<2{code}>" for code in ("de", "fr", "zh")]
+        (folder / "spiece.model").write_bytes(
+            _pieces(texts, "unigram", unk_id=0, bos_id=1, eos_id=2, user_defined_symbols=tags)
+        )
+        settings = {"pad_token": "<s>", "extra_ids": 0} | settings
+        made = transformers.T5Tokenizer.from_pretrained(folder, **settings)
+        _set_aside(folder, "spiece.model")
+    elif KINDS[kind][0] in ("t5", "umt5"):
         pieces = _pieces(texts, "unigram", pad_id=0, eos_id=1, unk_id=2, bos_id=-1)
         (folder / "spiece.model").write_bytes(pieces)
         made = transformers.T5Tokenizer.from_pretrained(folder, **settings)
@@ -99,21 +152,33 @@ def save_tokenizer(kind, texts, folder, **settings):
 
 def config(kind, size, **options):
     """Returns the configuration of a toy model with `size` tokens."""
-    if KINDS[kind][0] == "t5":
+    if KINDS[kind][0] in ("t5", "umt5"):
         values = {
             "d_model": 16, "d_kv": 5, "d_ff": 24, "num_layers": 2, "num_decoder_layers": 1,
             "num_heads": 2, "relative_attention_num_buckets": 8, "decoder_start_token_id": 0,
             "relative_attention_max_distance": 20,
         }  # fmt: skip
-        if kind != "t5":
+        if kind not in ("t5", "umt5"):
             values |= {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
-        made = transformers.MT5Config if kind == "mt5" else transformers.T5Config
+        if kind == "madlad":
+            values |= {"pad_token_id": 1, "eos_token_id": 2}
+        kinds = {"mt5": transformers.MT5Config, "umt5": transformers.UMT5Config}
+        made = kinds.get(kind, transformers.T5Config)
         return made(**values | {"vocab_size": size} | options)
     values = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 1, "init_std": 0.3}
     for stack in ("encoder", "decoder"):
         values |= {f"{stack}_attention_heads": 2, f"{stack}_ffn_dim": 24}
     values |= {"max_position_embeddings": 256, "decoder_start_token_id": 2, "vocab_size": size}
-    kinds = {"mbart50": transformers.MBartConfig, "bart": transformers.BartConfig}
+    if kind == "fsmt":
+        sizes = {"src_vocab_size": size, "tgt_vocab_size": size - 5, "langs": ["en", "de"]}
+        return transformers.FSMTConfig(**values | sizes | options)
+    if kind == "pegasus":
+        values |= {"decoder_start_token_id": 0, "scale_embedding": True}
+    kinds = {
+        "mbart50": transformers.MBartConfig,
+        "bart": transformers.BartConfig,
+        "pegasus": transformers.PegasusConfig,
+    }
     return kinds.get(kind, transformers.M2M100Config)(**values | options)
 
 
@@ -126,6 +191,9 @@ def random_model(config, seed=0):
     architectures = {
         "t5": transformers.T5ForConditionalGeneration,
         "mt5": transformers.MT5ForConditionalGeneration,
+        "umt5": transformers.UMT5ForConditionalGeneration,
+        "pegasus": transformers.PegasusForConditionalGeneration,
+        "fsmt": transformers.FSMTForConditionalGeneration,
         "mbart": transformers.MBartForConditionalGeneration,
         "bart": transformers.BartForConditionalGeneration,
         "m2m_100": transformers.M2M100ForConditionalGeneration,
@@ -137,7 +205,10 @@ def random_model(config, seed=0):
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
-        model.lm_head.weight[config.eos_token_id] *= 3
+        if config.model_type == "fsmt":
+            model.model.decoder.output_projection.weight[config.eos_token_id] *= 3
+        else:
+            model.lm_head.weight[config.eos_token_id] *= 3
     pad = config.pad_token_id
     model.generation_config.update(bad_words_ids=[[pad]], num_beams=4, max_length=24)
     return model
@@ -146,8 +217,9 @@ def random_model(config, seed=0):
 def save(kind, texts, folder):
     """Writes the folder of a toy model; returns the model and its tokenizer."""
     tokenizer = save_tokenizer(kind, texts, folder)
-    # The languages of M2M-100 are not counted.
-    size = max(len(tokenizer), tokenizer.convert_tokens_to_ids("__zu__") + 9)
+    size = len(tokenizer)
+    if kind == "m2m100":  # Its languages are not counted.
+        size = tokenizer.convert_tokens_to_ids("__zu__") + 9
     model = random_model(config(kind, size + 3))
     name = KINDS[kind][1]
     if name is not None:

@@ -119,7 +119,7 @@ def test_what_cannot_change_names_the_way_to_a_new_run(tmp_path, capsys):
     config = experiment_of(tmp_path)
     flaxformer_mt.train(config, tmp_path / "run")
     for changes in ({"model": {"d_ff": 32}}, {"data": {"vocab_size": 300}}, {"train": {"seed": 1}}):
-        with pytest.raises(UserError, match=r"--train\.init-from=") as refused:
+        with pytest.raises(UserError, match=r"train\.init_from=") as refused:
             flaxformer_mt.train(
                 with_changes(config, changes), tmp_path / "run", accept_changes=True
             )

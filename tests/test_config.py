@@ -128,6 +128,9 @@ def test_json_that_is_not_a_configuration_is_rejected(text):
             {"strategy": "pmap", "sharding_rules": (("embedding$", "fsdp,-"),)},
             "omit parallel.sharding_rules",
         ),
+        (ParallelConfig, {"strategy": "pmap", "axes": ("experts=2",)}, "omit parallel.axes"),
+        (ParallelConfig, {"axes": ("experts",)}, r"parallel.axes=.*: must be NAME=SIZE"),
+        (ParallelConfig, {"axes": ("fsdp=2",)}, r"parallel.axes=.*: must be NAME=SIZE"),
     ],
 )
 def test_invalid_values_are_rejected(kind, values, message):

@@ -156,7 +156,10 @@ ONLY_IN = {
     "sentencepiece": {"data.tokenizers", "interop.formats.jax_server"},
     "ctranslate2": {"interop.formats.ctranslate2", "interop.formats.ctranslate2_spec"},
     "tokenizers": {"data.tokenizers.hub_tokenizer"},
-    "subword_nmt": {"data.tokenizers.dictionary_tokenizer"},
+    "subword_nmt": {
+        "data.tokenizers.dictionary_tokenizer",
+        "data.tokenizers.fsmt_tokenizer",
+    },
     "num2words": {"data.corpora.generated_phrases"},
     "babel": {
         "data.corpora.generated_phrases",

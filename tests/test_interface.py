@@ -1,6 +1,7 @@
 """The package as scripts and notebooks use it: every public function is typed, and refuses values
 of the wrong type in words."""
 
+import ast
 import dataclasses
 import inspect
 import re
@@ -166,3 +167,26 @@ def test_options_without_an_effect_are_refused():
         fmt.packed(pairs, None, None, rows=1, length=8, hold_out=5)
     with pytest.raises(TypeError, match="there is no option tokeniser; did you mean tokenizer"):
         fmt.train_tokenizers(pairs, tokeniser="word")
+
+
+def test_messages_of_functions_name_arguments_rather_than_options():
+    """Scripts have no command line. "(--option)" after the argument is for both."""
+    commands_only = ("cli/", "parity/", "interop/", "serving/", "decoding/line_format.py")
+    options = re.compile(
+        r"--(workdir|publish|coordinator|num-processes|process-id|cluster|accept-changes|"
+        r"checkpoint|output|run|(model|data|train|optimizer|decode|parallel)\.)"
+    )
+    package, found = ROOT / "flaxformer_mt", []
+    for path in package.rglob("*.py"):
+        name = path.relative_to(package).as_posix()
+        tree = ast.parse(path.read_text())
+        docs = {
+            node.value
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docs:
+                text = re.sub(r"\(--[\w-]+\)|(flaxformer-mt|train\.py) .*|--run-", "", node.value)
+                found += [(name, text)] * bool(options.search(text))
+    assert not [each for each in found if not each[0].startswith(commands_only)]

@@ -29,8 +29,16 @@ def test_run_folders_and_folders_of_opus_mt(trained_run, tmp_path):
     saved = model.save(tmp_path / "saved")
     assert_same(saved.model().params, model.params)
     assert saved.fine_tuning_config().train.init_from == str(saved.folder)
-    with pytest.raises(UserError, match="saved"):
+    with pytest.raises(UserError, match="saved exists: give another folder, or overwrite=True"):
         model.save(saved.folder)
+    doubled = jax.tree.map(lambda leaf: 2 * leaf, model.params)
+    flaxformer_mt.save_run(
+        saved.folder, model.config.model, model.tokenizers, doubled, overwrite=True
+    )
+    assert_same(model.save(saved.folder, overwrite=True).model().params, model.params)
+    (saved.folder / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"notes\.txt"):
+        model.save(saved.folder, overwrite=True)
 
 
 @pytest.mark.parametrize(

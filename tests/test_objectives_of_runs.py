@@ -17,6 +17,8 @@ from test_experiment import CONFIG
 import flaxformer_mt as fmt
 from flaxformer_mt.config.experiment import differences, with_changes
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.experiment import prepare
+from flaxformer_mt.experiment.checks import check_config
 from flaxformer_mt.experiment.start import recorded
 from flaxformer_mt.trained_model import load_run
 
@@ -117,7 +119,9 @@ def test_a_run_learns_from_its_teacher(plain, tmp_path):
     assert stored["teacher"] == str(plain.folder)
 
     other = with_changes(with_teacher, {"data": {"vocab_size": 275}})
-    with pytest.raises(UserError, match=r"train\.teacher=.* another source vocabulary: .*--data"):
+    with pytest.raises(
+        UserError, match=r"train\.teacher=.* another source vocabulary: .*data.tokenizer_path"
+    ):
         fmt.train(other, tmp_path / "other")
     missing = with_changes(CONFIG, {"train": {"teacher": "absent"}})
     with pytest.raises(UserError, match=r"train\.teacher=absent: there is no run folder absent"):
@@ -201,6 +205,45 @@ def test_optimizers_that_cannot_be_recorded(optimizer, message):
         recorded(CONFIG, optimizer=optimizer)
 
 
+def short_first(epoch, lengths, columns, *, longest=8):
+    return lengths[:, 1] <= longest * (epoch + 1)
+
+
+def test_a_curriculum_is_recorded_and_shapes_the_batches(tmp_path):
+    own = functools.partial(short_first, longest=6)
+    config = recorded(CONFIG, curriculum=own)
+    assert config.data.curriculum == "short_first(longest=6)"
+    assert [*differences(config, recorded(CONFIG, curriculum=short_first))] == ["data.curriculum"]
+    with pytest.raises(UserError, match=r"data.curriculum=short_first\(longest=6\) is the name of"):
+        check_config(config)
+    one_row = with_changes(CONFIG, {"train": {"batch_tokens": 64}})
+    stream = prepare(one_row, tmp_path / "run", curriculum=own).dataset.training
+    position, longest = stream.start, ([], [])
+    while position.epoch < 2:
+        epoch = position.epoch
+        batch, position = stream.read(position)
+        longest[epoch].append(np.bincount(batch.decoder_segment_ids[0])[1:].max())
+    assert max(longest[0]) == 6 < max(longest[1])
+    assert stream.batches_per_epoch == len(longest[0]) < len(longest[1])
+
+
+@pytest.mark.slow  # By default, tests/test_promises.py kills a run.
+def test_a_run_with_a_curriculum_continues_to_the_same_bits(tmp_path):
+    config = with_changes(CONFIG, {"train": {"num_steps": 5}})
+    whole = fmt.train(config, tmp_path / "whole", curriculum=short_first)
+    hooks = fmt.Hooks()
+    hooks.add_hook(lambda info: info.step == 3)
+    stopped = fmt.train(config, tmp_path / "run", curriculum=short_first, hooks=hooks)
+    assert stopped.latest_step == 3
+    with pytest.raises(UserError, match=r"data\.curriculum: short_first\(longest=8\) in the run,"):
+        fmt.train(config, tmp_path / "run")
+    run = fmt.train(config, tmp_path / "run", curriculum=short_first)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        *(load_run(each.folder, "last").params for each in (whole, run)),
+    )
+
+
 def test_an_objective_does_not_take_the_name_of_the_built_in_one():
     def cross_entropy(config, params, batch, key, frozen):
         return fmt.cross_entropy(config, params, batch, key)
@@ -233,8 +276,9 @@ def test_a_run_is_continued_with_its_optimizer_only(plain, tmp_path):
     assert fmt.train(longer, run.folder, optimizer=same).latest_step == 3
     # The state of an optimizer that is not given any more cannot be read.
     changed = with_changes(longer, {"train": {"num_steps": 4}})
-    with pytest.raises(UserError, match="same is none of adam"):
-        fmt.train(changed, run.folder, accept_changes=True)
+    for other in (None, mine):
+        with pytest.raises(UserError, match=r"kind: same in .*or another workdir, for a new run"):
+            fmt.train(changed, run.folder, optimizer=other, accept_changes=True)
     lion = functools.partial(optax.lion, b1=0.8)
     folder = shutil.copytree(plain.folder, tmp_path / "copy")
     run = fmt.train(longer, folder, optimizer=lion, accept_changes=True)

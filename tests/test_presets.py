@@ -18,6 +18,9 @@ CHARACTERISTIC = {
     "opennmt": {"norm_position": "pre", "feed_forward_bias": False, "output_bias": True},
     "mbart": {"embedding_norm": True, "position_kind": "learned", "position_offset": 2},
     "m2m100": {"norm_position": "pre", "position_exponent": "tensor2tensor"},
+    "pegasus": {"norm_position": "pre", "position_layout": "concatenated", "output_bias": True},
+    "fsmt": {"position_exponent": "tensor2tensor", "tie_embeddings": "target_output"},
+    "umt5": {"relative_position_sharing": "layer", "feed_forward_gate": True},
     "t5": {"norm_kind": "rms", "scale_scores": False, "train_pad_embedding": True},
 }
 
@@ -111,7 +114,10 @@ def test_dropout_sites_follow_the_rate_where_the_source_does():
         "opennmt": (0.1, 0.3),
         "mbart": (0.0, 0.0),
         "m2m100": (0.0, 0.0),
+        "pegasus": (0.0, 0.0),
+        "fsmt": (0.0, 0.0),
         "t5": (0.3, 0.3),
+        "umt5": (0.3, 0.3),
     }
 
 

@@ -172,6 +172,12 @@ def _hub() -> dict[str, Variant]:
         ),
         "t5_gated": Variant("t5", ONE_VOCABULARY | t5 | gated | distance, distance),
         "t5": Variant("t5", ONE_VOCABULARY | t5 | distance, distance),
+        "umt5": Variant("umt5", ONE_VOCABULARY | t5 | distance, distance),
+        "fsmt": Variant("fsmt", {"max_length": 20}),
+        "fsmt_shared": Variant(
+            "fsmt", ONE_VOCABULARY | {"max_length": 20, "tie_embeddings": "all"}
+        ),
+        "pegasus": Variant("pegasus", ONE_VOCABULARY | {"max_length": 20}),
     }
 
 

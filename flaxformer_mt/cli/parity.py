@@ -12,17 +12,13 @@ from flaxformer_mt.cli import output
 from flaxformer_mt.cli.options import model_fields, reject_options, require_writable
 from flaxformer_mt.config.fields import MAX_INTEGER, Bounds
 from flaxformer_mt.errors import UserError
-from flaxformer_mt.presets import FAMILIES, FAMILY_ALIASES, canonical_family
+from flaxformer_mt.presets import canonical_family
 
 ALL = "all"
-FAMILY_CHOICES = (*FAMILIES, *FAMILY_ALIASES, ALL)
-FamilyChoice = Annotated[
-    str, tyro.conf.arg(constructor=tyro.extras.literal_type_from_choices(FAMILY_CHOICES))
-]
 
 
 def parity(
-    family: FamilyChoice | None = None,
+    family: Annotated[str | None, tyro.conf.arg(metavar="FAMILY")] = None,
     verify: Annotated[Path | None, tyro.conf.arg(metavar="EXPORT")] = None,
     checkpoint: Path | None = None,
     inputs: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
@@ -60,7 +56,7 @@ def parity(
       flaxformer-mt parity --verify exported
 
     Args:
-      family: The published model, or "all" for a summary of all of them.
+      family: The published model, such as marian, or "all" for a summary of all of them.
       verify: A folder or file that `convert` wrote, instead of a family. Its files are compared
         with their hashes in its certificate, `parity.json`, and what it computes with what the
         model computed that it was written from.

@@ -159,13 +159,14 @@ class DataConfig(Checked):
     max_unknown_rate: float = option(0.1, FieldRole.TEXT, lowest=0, highest=1)
     """Reject a corpus with a larger share of unknown tokens."""
 
-    tokenizer: Literal["bpe", "unigram", "word"] = option("bpe", FieldRole.VOCABULARY)
+    tokenizer: Literal["bpe", "unigram", "word", "bytes"] = option("bpe", FieldRole.VOCABULARY)
     """Algorithm of the SentencePiece model, which is trained on the training split on first use.
     word: one token per word, for text that is segmented already, as by subword-nmt; other words are
-    <unk>."""
+    <unk>. bytes: one token per byte of UTF-8, as in ByT5, for any language; nothing is learned, and
+    sentences need longer rows."""
     vocab_size: int = option(10000, FieldRole.VOCABULARY, lowest=1, limit=MAX_VOCABULARY)
     """Vocabulary size to learn (per language, unless joint_vocabulary). Small corpora get a
-    smaller one."""
+    smaller one; that of bytes is fixed."""
     joint_vocabulary: bool = option(True, FieldRole.VOCABULARY)
     """One vocabulary for both languages."""
     byte_fallback: bool = option(True, FieldRole.VOCABULARY)
@@ -179,10 +180,13 @@ class DataConfig(Checked):
     too; none: text as it is. Vocabularies of data.tokenizer_path have their own."""
     keep_whole: tuple[str, ...] = option((), FieldRole.VOCABULARY)
     """Texts without spaces that are one token wherever they occur, on both sides, such as the
-    placeholders <URL> <NUM>; bpe, unigram. (Tags are one token without this.)"""
+    placeholders <URL> <NUM>; bpe, unigram, bytes. (Tags are one token without this.)"""
     tokenizer_path: str = option("", FieldRole.VOCABULARY)
     """Vocabulary to use instead of a learned one: a SentencePiece model, one for each side
     ("en.model,de.model"), or a run folder. Special tokens are those of the vocabulary."""
+    curriculum: str = option("", FieldRole.ROWS)
+    """How often each pair is used in an epoch; empty = once. Names are those of functions given to
+    `flaxformer_mt.train(curriculum=...)`, which records them here."""
     subword_sampling: float = option(0.0, FieldRole.ROWS, lowest=0, highest=1)
     """Sample a new segmentation of each source every time it is used. bpe: the probability of
     skipping a merge (BPE-dropout; 0.1 is usual); unigram: the exponent of a segmentation's
@@ -218,6 +222,11 @@ class DataConfig(Checked):
     def splits_words(self) -> bool:
         """Whether a word may be several tokens."""
         return self.tokenizer != "word" or bool(self.tokenizer_path)
+
+    @property
+    def learns_subwords(self) -> bool:
+        """Whether a word may be segmented in several ways."""
+        return self.tokenizer in ("bpe", "unigram") or bool(self.tokenizer_path)
 
     @property
     def columns_of_pairs(self) -> dict[str, str]:
@@ -256,7 +265,7 @@ class DataConfig(Checked):
 class VocabularyOptions(TypedDict, total=False):
     """Fields of `DataConfig` that `train_tokenizers` takes beside its own arguments."""
 
-    tokenizer: Literal["bpe", "unigram", "word"]
+    tokenizer: Literal["bpe", "unigram", "word", "bytes"]
     byte_fallback: bool
     character_coverage: float
     normalization: Literal["nfc", "nfkc", "none"]

@@ -148,7 +148,7 @@ DATA: tuple[Relation, ...] = (
         "{pair_columns}: must be NAME=COLUMN, with other names than source and target: weight=3",
     ),
     (
-        lambda c: c.subword_sampling and not c.splits_words,
+        lambda c: c.subword_sampling and not c.learns_subwords,
         "{subword_sampling} needs data.tokenizer=bpe or unigram",
     ),
     (
@@ -159,6 +159,10 @@ DATA: tuple[Relation, ...] = (
         lambda c: not all(map(_can_be_whole, c.keep_whole)),
         "{keep_whole}: must be texts without spaces, and not the special tokens of a vocabulary, "
         "<pad> <s> </s> <unk> and <0x00> to <0xFF>",
+    ),
+    (
+        lambda c: c.curriculum and c.workers > 0,
+        "{workers} cannot call {curriculum}, a function of your program: leave workers out",
     ),
     (
         lambda c: not c.bucket_lengths or [*c.bucket_lengths] != sorted({*c.bucket_lengths}),
@@ -227,16 +231,28 @@ TRAIN: tuple[Relation, ...] = (
     ),
 )
 
+_OWN_AXIS = re.compile(r"[^\W\d]\w*=[1-9][0-9]{0,5}")
+
 PARALLEL: tuple[Relation, ...] = (
     (
         lambda c: c.strategy != "mesh" and max(c.fsdp, c.tensor) > 1,
         "{strategy} cannot shard parameters: set parallel.fsdp and parallel.tensor to 1, or "
         "parallel.strategy=mesh",
     ),
+    *(
+        (
+            lambda c, name=name: c.strategy != "mesh" and getattr(c, name),
+            f"{{strategy}} cannot shard parameters: omit parallel.{name}, or set "
+            "parallel.strategy=mesh",
+        )
+        for name in ("axes", "sharding_rules", "activations")
+    ),
     (
-        lambda c: c.strategy != "mesh" and c.sharding_rules,
-        "{strategy} cannot shard parameters: omit parallel.sharding_rules, or set "
-        "parallel.strategy=mesh",
+        lambda c: (
+            not all(map(_OWN_AXIS.fullmatch, c.axes))
+            or len({"data", "fsdp", "tensor", *c.own_axes}) < 3 + len(c.axes)
+        ),
+        "{axes}: must be NAME=SIZE, with other names than data, fsdp and tensor: experts=4",
     ),
 )
 

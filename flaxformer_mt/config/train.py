@@ -1,6 +1,7 @@
 """The training loop: length, loss, validation and checkpoints; and the devices that it runs on."""
 
 import dataclasses
+import math
 import re
 from typing import Literal, TypeAlias
 
@@ -154,10 +155,26 @@ class ParallelConfig(Checked):
     tensor: int = option(1, FieldRole.RUNNING, lowest=1, limit=10**6)
     """Size of the mesh axis that shards matrices and the computation with them (tensor
     parallelism, Megatron)."""
+    axes: tuple[str, ...] = option((), FieldRole.RUNNING)
+    """Further mesh axes of your own, such as experts=4. Nothing is sharded over them, unless
+    sharding_rules or activations say so."""
     sharding_rules: tuple[tuple[str, str], ...] = option((), FieldRole.RUNNING)
     """Sharding rules that take precedence over the built-in ones: pairs of a regular expression for
     parameter paths and the comma-separated mesh axes of the last dimensions ("fsdp,tensor", "-"
     for not sharded)."""
+    activations: tuple[tuple[str, str], ...] = option((), FieldRole.RUNNING)
+    """How the values between the layers are sharded: pairs of a name that the model gives an axis
+    ("length") and a mesh axis ("sequence")."""
 
     _prefix = "parallel."
     _relations = relations.PARALLEL
+
+    @property
+    def own_axes(self) -> dict[str, int]:
+        """The sizes of `axes` by name."""
+        return {name: int(size) for name, _, size in (each.partition("=") for each in self.axes)}
+
+    @property
+    def devices_per_row(self) -> int:
+        """The number of devices that compute each row of a batch together."""
+        return math.prod(self.own_axes.values()) * self.tensor

@@ -17,6 +17,7 @@ from flaxformer_mt.data.corpora.entities import notes_of, warn_of_notes
 from flaxformer_mt.data.corpora.hold_out import hold_out
 from flaxformer_mt.data.corpora.shared_text import NO_TEXT, HeldOutText
 from flaxformer_mt.data.sanity_checks import check_unknown_rate
+from flaxformer_mt.data.stream.blocks import Curriculum
 from flaxformer_mt.data.stream.encoded_corpus import EncodedCorpus, encode_corpus
 from flaxformer_mt.data.stream.token_store import open_stores
 from flaxformer_mt.data.stream.training_stream import TrainingStream
@@ -126,6 +127,7 @@ def open_dataset(
     *,
     held_out: HeldOutText = NO_TEXT,
     verify: bool = True,
+    curriculum: Curriculum | None = None,
 ) -> tuple[ExperimentConfig, Dataset]:
     """Filters, tokenizes and checks the corpora of `open_all`, and plans the batches.
 
@@ -153,7 +155,7 @@ def open_dataset(
     for encoded in (*stores, valid.tokens, *([test.tokens] if test else [])):
         check_unknown_rate(encoded, config.data)
     config = dataclasses.replace(config, model=_with_tables(config.model, tokenizers))
-    stream = TrainingStream(stores, config, tokenizers.source)
+    stream = TrainingStream(stores, config, tokenizers.source, curriculum=curriculum)
     divisions = [corpus.division() if corpus.division else {} for corpus in corpora["train"]]
     return stream.config, Dataset(tokenizers, stream, valid, test, divisions)
 

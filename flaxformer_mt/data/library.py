@@ -131,7 +131,7 @@ def train_tokenizers(
       size: of each vocabulary; small corpora get a smaller one.
       joint: whether both sides share a vocabulary.
       options: further options of vocabularies, as of `data` in a configuration: `tokenizer`
-        ("bpe", "unigram" or "word"), `byte_fallback`, `character_coverage`,
+        ("bpe", "unigram", "word" or "bytes"), `byte_fallback`, `character_coverage`,
         `normalization` ("nfc", "nfkc" or "none"), `keep_whole`.
 
     Raises:
@@ -187,22 +187,17 @@ def packed(
       UserError: the text cannot be read, or no pair fits into a row.
     """
     _require_known(options, PackingOptions)
-    if curriculum is not None and options.get("workers"):
-        raise UserError("a curriculum is a function of your program: leave workers out")
-    # Workers would need the temporary files in memory, or your program.
-    if cache is None or curriculum is not None:
+    if cache is None:  # Workers would need the temporary files in memory.
         options.setdefault("workers", 0)
-    experiment = _experiment(config, rows, length, seed, **options)
+    name = "" if curriculum is None else name_of(curriculum, "curriculum")
+    experiment = _experiment(config, rows, length, seed, name, **options)
     with contextlib.ExitStack() as stack:
         if cache is None:
             # A mapped file can be read after its name is removed, and does not outlive the process.
             cache = stack.enter_context(atomic.temporary_folder())
         corpora = _corpora(pairs)
         stores = open_stores(Path(cache), corpora, tokenizers, experiment)
-    record = _identity(corpora, tokenizers, experiment, rows)
-    if curriculum is not None:
-        record |= {"curriculum": name_of(curriculum, "curriculum")}
-    identity = json.dumps(record, sort_keys=True)
+    identity = json.dumps(_identity(corpora, tokenizers, experiment, rows), sort_keys=True)
     stream = TrainingStream(stores, experiment, tokenizers.source, identity, curriculum)
     for corpus in stream.corpora:
         if corpus.report.is_changed:
@@ -284,11 +279,14 @@ def _experiment(
     rows: int,
     length: int | tuple[int, int],
     seed: int = 0,
+    curriculum: str = "",
     **options: Unpack[PackingOptions],
 ) -> ExperimentConfig:
     """Returns the configuration of batches of `rows` rows; `options` as of `data`."""
     source, target = (length, length) if isinstance(length, int) else length
-    data = DataConfig(source_row_length=source, target_row_length=target, **options)
+    data = DataConfig(
+        source_row_length=source, target_row_length=target, curriculum=curriculum, **options
+    )
     train = TrainConfig(seed=seed, batch_tokens=rows * data.row_lengths[1])
     return ExperimentConfig(model=model, data=data, train=train)
 

@@ -13,6 +13,7 @@ from flaxformer_mt.data.corpora.corpus import Corpus
 from flaxformer_mt.data.corpora.shared_text import HeldOutText
 from flaxformer_mt.data.dataset import Dataset, open_all, open_dataset
 from flaxformer_mt.data.sanity_checks import check_languages, check_not_blank, warn_of_shared_text
+from flaxformer_mt.data.stream.blocks import Curriculum
 from flaxformer_mt.data.stream.token_store import make_parts
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers, tags
 from flaxformer_mt.runs.manifest import made_once
@@ -98,7 +99,9 @@ class RunText:
         config, corpora = self.with_ids(tokenizers), self.corpora["train"]
         make_parts(self.cache, corpora, tokenizers, config, index, count, self.held_out)
 
-    def tokenized(self, tokenizers: Tokenizers) -> tuple[ExperimentConfig, Dataset]:
+    def tokenized(
+        self, tokenizers: Tokenizers, curriculum: Curriculum | None = None
+    ) -> tuple[ExperimentConfig, Dataset]:
         """Tokenizes; returns the configuration with the sizes of vocabularies and rows, and data.
 
         Errors as of `open_dataset`.
@@ -110,6 +113,7 @@ class RunText:
             self.cache,
             held_out=self.held_out,
             verify=distributed.is_main(),
+            curriculum=curriculum,
         )
 
     def warn_of_shared(self, dataset: Dataset) -> None:

@@ -11,6 +11,7 @@ from jax import Array
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.decoding.batching.length_buckets import fill_rows, plan_buckets
+from flaxformer_mt.decoding.parameters import on_one_device
 from flaxformer_mt.decoding.scoring.scorer import certain_first_token, tokenized_targets
 from flaxformer_mt.decoding.sentence_decoder import longest_source
 from flaxformer_mt.decoding.text_arguments import require_text
@@ -134,11 +135,13 @@ def _maps(
 ) -> dict[AttentionKind, AttentionMaps]:
     num_source, num_target = len(source), len(target)
     (bucket,) = plan_buckets([max(num_source, num_target)], 1, model)
-    weights = _attention_weights(
-        params,
-        fill_rows([source], bucket, model.pad_id),
-        fill_rows([[model.bos_id, *target[:-1]]], bucket, model.pad_id),
-        model=model,
+    weights = on_one_device(
+        _attention_weights(
+            params,
+            fill_rows([source], bucket, model.pad_id),
+            fill_rows([[model.bos_id, *target[:-1]]], bucket, model.pad_id),
+            model=model,
+        )
     )
     found: dict[AttentionKind, tuple[Array | None, int, int]] = {
         "encoder": (weights.encoder_self, num_source, num_source),

@@ -100,13 +100,15 @@ def on_devices(models: Sequence[Model], decode: DecodeConfig, rounded: bool = Tr
             f"decode.devices_per_model={count}: the parameters are sharded over devices of several "
             f"processes: give 1, which gathers them, or {given.devices_per_model}"
         )
-    mesh = _new_mesh(count, decode, models)
+    # Options are checked without parameters, which a run may shard over all processes.
+    mesh = _new_mesh(count, decode, models, jax.local_devices() if leaves else jax.devices())
     return [(config, jax.device_put(params, shardings(params, mesh))) for config, params in models]
 
 
-def _new_mesh(count: int, decode: DecodeConfig, models: Sequence[Model]) -> Mesh:
+def _new_mesh(
+    count: int, decode: DecodeConfig, models: Sequence[Model], local: Sequence[jax.Device]
+) -> Mesh:
     """Returns a mesh of devices of this process, of which `count`, or all, have a whole model."""
-    local = jax.local_devices()
     count = count or len(local)
     on_cpu = local[0].platform == "cpu"
     total = decode.num_devices or (count if on_cpu else max(len(local) // count, 1) * count)

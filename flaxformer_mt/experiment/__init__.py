@@ -22,6 +22,7 @@ from rich.console import Console
 from flaxformer_mt import distributed
 from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.config.files import load_config
+from flaxformer_mt.data.stream.blocks import Curriculum
 from flaxformer_mt.decoding.text_arguments import require_path
 from flaxformer_mt.experiment import checks
 from flaxformer_mt.experiment.fit import Experiment as Experiment
@@ -55,6 +56,7 @@ def train(
     objective: UserObjective | None = None,
     frozen: Any = None,
     optimizer: UserOptimizer | None = None,
+    curriculum: Curriculum | None = None,
     hooks: Hooks | None = None,
     writers: Sequence[Writer | Tracker] = (),
     console: Console | None = None,
@@ -101,6 +103,8 @@ def train(
       optimizer: makes the optimizer, as `optimizer(schedule)`, where the schedule gives the rate
         of each update; `fmt.per_layer` is for one that is not elementwise. Of the configuration's
         optimizer, it has the learning rate and `clip_norm`. None = that of the configuration.
+      curriculum: how often each pair is used in an epoch, as `curriculum(epoch, lengths, columns)`;
+        see `packed`. Recorded with its options, as an objective is. None = once.
       hooks: called after the steps, in every process.
       writers: receive the metrics; see `metrics.Writer`, and `trackers.Tracker` for those
         that get configuration and translations, too.
@@ -142,6 +146,7 @@ def train(
             objective=objective,
             frozen=frozen,
             optimizer=optimizer,
+            curriculum=curriculum,
             accept_changes=accept_changes,
             memory=True,
         )
@@ -163,6 +168,7 @@ def prepare(
     objective: UserObjective | None = None,
     frozen: Any = None,
     optimizer: UserOptimizer | None = None,
+    curriculum: Curriculum | None = None,
     accept_changes: bool = False,
     memory: bool = False,
 ) -> Experiment:
@@ -176,20 +182,21 @@ def prepare(
       objective: as of `train`.
       frozen: as of `train`.
       optimizer: as of `train`.
+      curriculum: as of `train`.
       accept_changes: as of `train`.
       memory: whether the devices must have what training needs at the very least, as `train` does.
 
     Raises:
       UserError: as of `train`.
     """
-    config = recorded(config, objective, optimizer)
-    checks.check_config(config, objective, optimizer, memory=memory)
+    config = recorded(config, objective, optimizer, curriculum)
+    checks.check_config(config, objective, optimizer, curriculum, memory=memory)
     folder = Path(workdir)
     with distributed.first_process_first("data") as is_first:
         if not is_first:
             require_shared(folder)
         start = begin(config, folder, accept_changes=accept_changes)
-        parts = Experiment(start, objective, frozen, optimizer)
+        parts = Experiment(start, objective, frozen, optimizer, own_curriculum=curriculum)
         parts.make()
         if is_first:
             record(parts.start, parts.dataset)

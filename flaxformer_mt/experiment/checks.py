@@ -6,6 +6,7 @@ that need the devices, a run folder, text or a vocabulary, in the order in which
 
 import functools
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -16,6 +17,9 @@ from flaxformer_mt.config import (
     TransformerConfig,
     with_vocabulary_sizes,
 )
+from flaxformer_mt.config.optimizer import KINDS
+from flaxformer_mt.data.stream.blocks import Curriculum
+from flaxformer_mt.data.stream.placement import row_shards
 from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers, read_tokenizers
 from flaxformer_mt.errors import UserError
@@ -33,6 +37,7 @@ def check_config(
     config: ExperimentConfig,
     objective: UserObjective | None = None,
     optimizer: UserOptimizer | None = None,
+    curriculum: Curriculum | None = None,
     *,
     memory: bool = False,
 ) -> None:
@@ -41,12 +46,8 @@ def check_config(
     `memory`: whether these devices must have what training needs at the very least.
     """
     model, train = config.model, config.train
-    if train.objective != CROSS_ENTROPY and objective is None:
-        raise UserError(
-            f"train.objective={train.objective} is the name of a function: start and "
-            "continue the run from Python, with flaxformer_mt.train(config, workdir, "
-            "objective=FUNCTION)"
-        )
+    _require_function("train.objective", train.objective, CROSS_ENTROPY, objective)
+    _require_function("data.curriculum", config.data.curriculum, "", curriculum)
     check_precision(model)
     check_devices(config.parallel)
     schedule = make_schedule(config.optimizer, model.d_model, train.num_steps)
@@ -59,14 +60,23 @@ def check_config(
     if memory:
         require_training_memory(config, devices)
     rows, row_length = config.rows_per_batch, config.data.row_lengths[1]
-    shards = len(devices.devices) // config.parallel.tensor
+    shards = row_shards(devices.mesh)
+    inner = ["parallel.tensor", *(["parallel.axes"] if config.parallel.axes else [])]
     if rows % (shards * train.accumulation_steps):  # Short buckets have a multiple of these rows.
         raise UserError(
             f"the {rows} rows of a batch (train.batch_tokens={train.batch_tokens} / "
             f"{row_length} tokens of a target row) cannot be divided evenly among {shards} devices "
-            f"(parallel.num_devices / parallel.tensor) times {train.accumulation_steps} parts "
+            f"(parallel.num_devices / {' / '.join(inner)}) times {train.accumulation_steps} parts "
             f"(train.accumulation_steps): make train.batch_tokens a multiple of "
             f"{shards * train.accumulation_steps * row_length}"
+        )
+
+
+def _require_function(name: str, value: str, built_in: str, function: Any) -> None:
+    if value != built_in and function is None:
+        raise UserError(
+            f"{name}={value} is the name of a function: start and continue the run from Python, "
+            f"with flaxformer_mt.train(config, workdir, {name.partition('.')[2]}=FUNCTION)"
         )
 
 
@@ -91,6 +101,7 @@ def check_devices(parallel: ParallelConfig) -> None:
     """Checks that there are the devices that a configuration asks for, in all processes."""
     available, wanted = jax.devices(), parallel.num_devices or jax.device_count()
     processes, local, tensor = jax.process_count(), jax.local_device_count(), parallel.tensor
+    inner = parallel.devices_per_row
     if wanted > len(available):
         raise UserError(
             f"parallel.num_devices={wanted}, but there are only {len(available)} "
@@ -106,10 +117,11 @@ def check_devices(parallel: ParallelConfig) -> None:
             f"parallel.strategy=pmap is for one process, and there are {processes}: set "
             "parallel.strategy=mesh"
         )
-    if processes > 1 and local % tensor and tensor % local:
+    if processes > 1 and local % inner and inner % local:
+        given = f"parallel.tensor={tensor}{(parallel.axes and f' times {parallel.axes}') or ''}"
         raise UserError(
-            f"parallel.tensor={tensor} does not fit processes of {local} devices: one has to be a "
-            "multiple of the other"
+            f"{given} does not fit processes of {local} devices: one has to be a multiple of the "
+            "other"
         )
 
 
@@ -131,6 +143,10 @@ def check_same_run(
     differences = configuration.differences(stored, given)
     starts = stored.train.init_from, given.train.init_from
     kinds = dict(configuration.CONTINUATIONS)
+    own, name = stored.optimizer.kind, given.optimizer.kind.partition("(")[0]
+    if own not in KINDS and own.partition("(")[0] != name:
+        # Only the function itself knows the state that it made.
+        kinds["optimizer.kind"] = "never"
     if starts[0] != starts[1] and not step_folders.has_any(folder):
         # Before its first checkpoint, a run is continued from its start.
         text = "train.init_from: {!r} in the run, {!r} now"
@@ -148,8 +164,8 @@ def check_same_run(
 
 
 _NEW_START = (
-    "or another --workdir, for a new run: --train.init-from={} starts it from these parameters if "
-    "they fit, --train.init-optimizer from the optimizer's moments, too, and steps and data begin "
+    "or another workdir, for a new run: train.init_from={} starts it from these parameters if "
+    "they fit, train.init_optimizer from the optimizer's moments, too, and steps and data begin "
     "anew"
 )
 

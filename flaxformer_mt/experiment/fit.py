@@ -15,6 +15,7 @@ from flaxformer_mt import distributed
 from flaxformer_mt.config import ExperimentConfig, to_dict
 from flaxformer_mt.data.dataset import Dataset
 from flaxformer_mt.data.stream.batches import Batch, DataPosition
+from flaxformer_mt.data.stream.blocks import Curriculum
 from flaxformer_mt.data.stream.placement import own_shard
 from flaxformer_mt.data.stream.training_stream import Prefetched
 from flaxformer_mt.decoding.translator import check_search
@@ -56,7 +57,8 @@ class Experiment:
 
     `own_objective`, if given, is minimized instead of that of the configuration, and `own_frozen`
     is its last argument; `own_optimizer` makes the optimizer if the configuration names no built-in
-    one, and `own_schedule` takes the place of the configured learning rates.
+    one, `own_schedule` takes the place of the configured learning rates, and `own_curriculum` says
+    how often pairs are used.
     """
 
     start: Start
@@ -64,6 +66,7 @@ class Experiment:
     own_frozen: Any = None
     own_optimizer: UserOptimizer | None = None
     own_schedule: optax.Schedule | None = None
+    own_curriculum: Curriculum | None = None
 
     def make(self) -> None:
         """Makes all parts; their errors are raised before anything is written."""
@@ -76,7 +79,7 @@ class Experiment:
         start = self.start
         if start.config.model.has_inputs:
             check_search(start.config.model, start.tokenizers, start.config.decode)
-        config, dataset = start.text.tokenized(start.tokenizers)
+        config, dataset = start.text.tokenized(start.tokenizers, self.own_curriculum)
         if not start.is_new:
             config = run_folder.with_first_schedule(start.folder, config)
         return config, dataset

@@ -11,6 +11,7 @@ from flaxformer_mt.config import ExperimentConfig
 from flaxformer_mt.config.relations import EFFECTS
 from flaxformer_mt.data.dataset import Dataset
 from flaxformer_mt.data.run_text import RunText
+from flaxformer_mt.data.stream.blocks import Curriculum
 from flaxformer_mt.data.stream.token_store import has_parts
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers, read_tokenizers
 from flaxformer_mt.errors import UserError
@@ -77,6 +78,7 @@ def recorded(
     given: ExperimentConfig,
     objective: UserObjective | None = None,
     optimizer: UserOptimizer | None = None,
+    curriculum: Curriculum | None = None,
 ) -> ExperimentConfig:
     """Returns a configuration that names functions given with it, and all options of layers.
 
@@ -84,14 +86,16 @@ def recorded(
       TypeError: `optimizer` does not make an optimizer.
       UserError: a function has no name, or that of a built-in one; a layer is not registered.
     """
-    train, own = given.train, given.optimizer
+    train, own, data = given.train, given.optimizer, given.data
     if objective is not None:
         name = name_of(objective, "objective", [CROSS_ENTROPY])
         train = dataclasses.replace(train, objective=name)
     if optimizer is not None:
         own = with_optimizer(own, optimizer)
+    if curriculum is not None:
+        data = dataclasses.replace(data, curriculum=name_of(curriculum, "curriculum"))
     model = with_layer_options(given.model)
-    return dataclasses.replace(given, model=model, train=train, optimizer=own)
+    return dataclasses.replace(given, model=model, train=train, optimizer=own, data=data)
 
 
 def begin(

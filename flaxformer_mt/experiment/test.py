@@ -3,7 +3,7 @@
 import functools
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from flaxformer_mt.data.dataset import Dataset
 from flaxformer_mt.data.stream.batches import whole_batches
 from flaxformer_mt.data.stream.placement import own_shard, row_shards
 from flaxformer_mt.decoding.batching.workers import decoding_on
-from flaxformer_mt.decoding.parameters import on_one_device
+from flaxformer_mt.decoding.parameters import on_devices
 from flaxformer_mt.decoding.scoring.teacher_forcing import predict_tokens
 from flaxformer_mt.decoding.translator import Sentence, Translator, into_languages
 from flaxformer_mt.errors import UserError
@@ -38,6 +38,15 @@ class Tested(NamedTuple):
     translations: list[str]
     """A language model has none."""
     metrics: dict[str, Any]
+
+
+def _of_all_processes(
+    function: Callable[[Sequence[Any]], list[str]], items: Sequence[Any], params: Any
+) -> list[str]:
+    """Returns a text per item; processes with parameters of their own compute a part each."""
+    if not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(params)):
+        return function(items)  # All compute together.
+    return distributed.gather_texts(function(distributed.share_out(items)))
 
 
 class Validation:
@@ -110,10 +119,14 @@ class Validation:
             [side[index].tolist() for index in range(len(side))]
             for side in (corpus.sources, corpus.targets)
         )
-        own = [*map(distributed.share_out, (sources, targets))]
-        model, decode = self._config.model, self._config.decode
-        predicted = predict_tokens(on_one_device(params), model, decode, *own)
-        lines = distributed.gather_texts([json.dumps(tokens) for tokens in predicted])
+        decode = self._config.decode
+        ((model, params),) = on_devices([(self._config.model, params)], decode, rounded=False)
+
+        def predicted(pairs: Sequence[int]) -> list[str]:
+            own = ([side[index] for index in pairs] for side in (sources, targets))
+            return [json.dumps(each) for each in predict_tokens(params, model, decode, *own)]
+
+        lines = _of_all_processes(predicted, range(len(targets)), params)
         predictions = [json.loads(line) for line in lines]
         return teacher_forced.metrics(wanted, predictions, targets, list(map(len, sources)))
 
@@ -125,20 +138,22 @@ class Validation:
         if self._config.parallel.num_devices:
             decode = decoding_on(self._devices.devices, decode)
         translator = Translator(self._config.model, params, self._dataset.tokenizers, decode)
-        leaves = jax.tree.leaves(translator.models[0][1])
-        if not all(leaf.is_fully_addressable for leaf in leaves):  # All compute together.
-            return translator.translate(sources, show_progress=show_progress)
-        own = translator.translate(distributed.share_out(sources), show_progress=show_progress)
-        return distributed.gather_texts(own)
+
+        def translated(own: Sequence[str | Sentence]) -> list[str]:
+            return translator.translate(own, show_progress=show_progress)
+
+        return _of_all_processes(translated, sources, translator.models[0][1])
 
     def test(self, workdir: str | Path, show_progress: bool = False) -> Tested:
         """Evaluates the best checkpoint on the test corpus, and writes the metrics."""
         test, devices = self._dataset.test, self._devices
         if test is None:
             raise UserError("data.test_split is empty: there is nothing to test on")
-        step, params = restore_params(workdir, "best")
+        step, restored = restore_params(workdir, "best")
+        params = place(restored, devices.mesh, devices.rules)
+        del restored
         hypotheses: list[str] = []
-        metrics = self.measure("test", place(params, devices.mesh, devices.rules))
+        metrics = self.measure("test", params)
         if self._config.model.has_inputs:
             sentences, (references,) = into_languages(
                 test.texts.sources, [test.texts.targets], self._dataset.tokenizers.target

@@ -15,6 +15,7 @@ from flaxformer_mt.interop import checkpoint_files
 from flaxformer_mt.interop.families import FAMILIES as FAMILIES
 from flaxformer_mt.interop.families import find
 from flaxformer_mt.interop.formats import own_format
+from flaxformer_mt.interop.formats.hub_families import HUB_FAMILIES as HUB_FAMILIES
 from flaxformer_mt.interop.weight_maps import adam_state, checkpoints
 from flaxformer_mt.interop.weight_maps.adam_state import AdamState as AdamState
 from flaxformer_mt.interop.weight_maps.adam_state import TrainingState as TrainingState

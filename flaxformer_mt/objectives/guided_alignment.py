@@ -5,7 +5,6 @@ Marian's `--guided-alignment` with the cost "ce".
 """
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 from flax import linen as nn
@@ -13,6 +12,7 @@ from jax import Array
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.data.stream.batches import Batch
+from flaxformer_mt.errors import UserError
 from flaxformer_mt.model.functional import apply_to_batch, as_module
 from flaxformer_mt.model.numerics import at_least_float32
 from flaxformer_mt.model.stack import LOSSES
@@ -20,7 +20,6 @@ from flaxformer_mt.objectives.chunked import CrossEntropyOptions
 from flaxformer_mt.objectives.cross_entropy import (
     Params,
     Sums,
-    cross_entropy,
     sums_of_factors,
     with_losses_of_layers,
 )
@@ -50,7 +49,7 @@ def guided_alignment(
     Args:
       model: as for `cross_entropy`; so are `params`, `key`, `smoothing` and `convention`.
       params: the parameters.
-      batch: B rows with `Batch.alignment`; without it, the result is that of `cross_entropy`.
+      batch: B rows with `Batch.alignment`.
       key: of dropout.
       weight: the factor of the alignment loss.
       layer: the decoder layer whose attention is trained, from 0; negative counts from the last.
@@ -60,10 +59,15 @@ def guided_alignment(
 
     Returns:
       The sums of `cross_entropy`, and the metric "alignment": the alignment loss per linked token.
+
+    Raises:
+      UserError: the batch has no links.
     """
     if batch.alignment is None:
-        given: dict[str, Any] = {"smoothing": smoothing, "convention": convention, "z_loss": z_loss}
-        return cross_entropy(model, params, batch, key, **given)
+        raise UserError(
+            "the batch has no links (Batch.alignment): give read_pairs a file of them as "
+            "alignments, or use cross_entropy"
+        )
     module = as_module(model)
     (factors, attention), collections = apply_to_batch(
         module, params, batch, key, project=False, return_attention="cross", mutable=[LOSSES]

@@ -131,7 +131,7 @@ class Publisher:
         if ahead:
             raise UserError(
                 f"{url} has step {max(ahead)} of this run, which is newer than {self._folder}: "
-                "give another URL, or continue the run in an empty --workdir"
+                "give another URL, or continue the run in an empty workdir"
             )
 
     def _run(self) -> str | None:
@@ -275,7 +275,7 @@ def continue_from(url: str, folder: Path) -> None:
     with atomic.workspace(folder) as workspace:
         if {*folder.iterdir()} - {workspace}:
             raise UserError(
-                f"{folder} holds other files than a run: give an empty --workdir to continue the "
+                f"{folder} holds other files than a run: give an empty workdir to continue the "
                 f"run of {url}"
             )
         copy, run = reading.local(url, as_it_is_now=True), workspace / "run"

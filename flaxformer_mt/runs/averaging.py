@@ -44,7 +44,7 @@ def average_run(
     """
     run_folder, output = Path(run_folder), Path(output)
     if output.exists():
-        raise UserError(f"{output} exists: remove it, or give another --output")
+        raise UserError(f"{output} exists: remove it, or give another output")
     read_config(run_folder)
     check_files(run_folder)
     with _chosen(run_folder, count, which, announce) as steps:

@@ -221,7 +221,7 @@ class Checkpoints:
         if TRAINING in items and not (path / TRAINING).is_dir():
             raise UserError(
                 f"{path} holds parameters only and cannot be continued: start a run in another "
-                f"--workdir with --train.init-from={self.run_folder}"
+                f"workdir with train.init_from={self.run_folder}"
             )
         changes: list[str] = []
         wanted: Any = position

@@ -66,7 +66,7 @@ def read(folder: str | Path) -> dict[str, Any]:
                 raise UserError(f"{path} is damaged: its checksum is that of other content")
             return values
     except UserError as error:
-        raise UserError(f"{error}; restore it, or give another --workdir") from error
+        raise UserError(f"{error}; restore it, or give another workdir") from error
     raise UserError(
         f"{path}: the run has format {shown(values[_FORMAT])}, and this version of flaxformer_mt "
         f"reads format {FORMAT}: use the version that wrote it"

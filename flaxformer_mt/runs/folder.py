@@ -56,17 +56,17 @@ def locked(run_folder: str | Path, announce: Callable[[str], None] = print) -> I
     def refuse(owner: str) -> NoReturn:
         raise UserError(
             f"{owner} is training in {run_folder} already: wait for it, stop it, or "
-            "give another --workdir"
+            "give another workdir"
         )
 
     with contextlib.ExitStack() as stack:
         try:
             atomic.make_folder(run_folder)
         except FileExistsError as error:
-            raise UserError(f"{run_folder} is not a folder: give another --workdir") from error
+            raise UserError(f"{run_folder} is not a folder: give another workdir") from error
         except OSError as error:
             raise UserError(
-                f"{run_folder} cannot be written to: {error.strerror}; give another --workdir"
+                f"{run_folder} cannot be written to: {error.strerror}; give another workdir"
             ) from error
         with atomic.explained(run_folder / run_layout.LOCK):
             is_supported = stack.enter_context(atomic.locked(run_folder / run_layout.LOCK, refuse))
@@ -244,12 +244,12 @@ def has_run(workdir: Path) -> bool:
         if not (workdir / name).exists():
             raise UserError(
                 f"{workdir} holds a run whose {name} is missing: restore it, give another "
-                f"--workdir, or start from its parameters with --train.init-from={workdir}"
+                f"workdir, or start from its parameters with train.init_from={workdir}"
             )
     if data_file.is_trained(workdir) and not step_folders.has_any(workdir):
         raise UserError(
             f"{workdir / run_layout.CHECKPOINTS} holds no checkpoint, but the run has written "
-            "some: restore them, or give another --workdir to begin anew"
+            "some: restore them, or give another workdir to begin anew"
         )
     return True
 
@@ -274,13 +274,13 @@ def _require_no_remains(workdir: Path) -> None:
         parts = " and ".join(name for name, is_there in remains.items() if is_there)
         raise UserError(
             f"{workdir} holds {parts} of a run whose {run_layout.CONFIG} is missing: restore it, "
-            "or give another --workdir to begin anew"
+            "or give another workdir to begin anew"
         )
 
 
 ACCEPT = (
-    "--accept-changes to go on with the new ones after the newest checkpoint (no uninterrupted run "
-    "equals that one), or another --workdir"
+    "accept_changes=True (--accept-changes) to go on with the new ones after the newest checkpoint "
+    "(no uninterrupted run equals that one), or another workdir"
 )
 
 
@@ -396,7 +396,7 @@ def require_shared(workdir: Path) -> None:
     while not (workdir / run_layout.CONFIG).exists():
         if time.monotonic() > end:
             raise UserError(
-                f"--workdir={workdir}: process {jax.process_index()} does not see what process 0 "
+                f"workdir={workdir}: process {jax.process_index()} does not see what process 0 "
                 "has written there: give a folder on a file system that all processes share"
             )
         time.sleep(0.5)

@@ -141,7 +141,7 @@ def advice(damaged: Path) -> str:
     steps = [str(step) for step in steps_in(damaged.parent)]
     others = [step for step in steps if step != damaged.name]
     if others:
-        return f"give another --checkpoint ({', '.join(others)}), or continue training"
+        return f"give another checkpoint ({', '.join(others)}), or continue training"
     return "train again"
 
 

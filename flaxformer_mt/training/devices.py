@@ -425,6 +425,7 @@ class RunDevices:
 
     mesh: Mesh
     rules: Rules = ()
+    activations: Activations = ()
     by_pmap: bool = False
 
     @classmethod
@@ -433,9 +434,12 @@ class RunDevices:
         if config.strategy == "pmap":
             # As pmap's own mesh: it would retrace for arrays of another one.
             return cls(Mesh(np.array(given), ("data",), axis_types=(AxisType.Auto,)), by_pmap=True)
-        mesh = make_mesh(fsdp=config.fsdp, tensor=config.tensor, devices=given)
+        mesh = make_mesh(fsdp=config.fsdp, tensor=config.tensor, devices=given, **config.own_axes)
         with prefixed(RULES_OPTION):
-            return cls(mesh, as_rules(config.sharding_rules, mesh.axis_names))
+            rules = as_rules(config.sharding_rules, mesh.axis_names)
+        with prefixed("parallel.activations: "):
+            as_rules([(name, (axis,)) for name, axis in config.activations], mesh.axis_names)
+        return cls(mesh, rules, config.activations)
 
     @property
     def devices(self) -> list[jax.Device]:
@@ -484,6 +488,7 @@ class RunDevices:
                 seed=seed,
                 frozen=frozen,
                 rules=self.rules,
+                activations=self.activations,
                 max_shapes=max_shapes,
             )
 
@@ -498,7 +503,13 @@ class RunDevices:
         """Compiles evaluate(params, batch) -> metrics."""
         if self.by_pmap:
             return CompiledStep(evaluate, self._pmap, max_shapes)
-        return compile_eval(evaluate, self.mesh, rules=self.rules, max_shapes=max_shapes)
+        return compile_eval(
+            evaluate,
+            self.mesh,
+            rules=self.rules,
+            activations=self.activations,
+            max_shapes=max_shapes,
+        )
 
     def _pmap(self, step: Callable, state: Any, **options: Any) -> Any:
         # All devices compute the same update, so that the state has no device axis (None).

@@ -36,7 +36,7 @@ def require_training_memory(config: ExperimentConfig, run_devices: RunDevices) -
     sides = ("source", "target") if model.has_inputs else ("target",)
     lengths = config.data.row_lengths[-len(sides) :]
     has_scores = model.attention_backend == "einsum" or run_devices.devices[0].platform == "cpu"
-    scores = has_scores * max(lengths) ** 2 * model.num_heads // config.parallel.tensor
+    scores = has_scores * max(lengths) ** 2 * model.num_heads // config.parallel.devices_per_row
     numbers = rows * (sum(lengths) * model.d_model + scores)
     computed = jnp.dtype(model.dtype).itemsize * numbers
     own = [device for device in run_devices.devices if device.process_index == jax.process_index()]
@@ -49,7 +49,7 @@ def require_training_memory(config: ExperimentConfig, run_devices: RunDevices) -
         else ", ".join(f"data.{side}_row_length" for side in sides)
     )
     require_memory(
-        stored // (config.parallel.fsdp * config.parallel.tensor) + computed,
+        stored // (config.parallel.fsdp * config.parallel.devices_per_row) + computed,
         device_memory(own),
         f"training a model of {count:,} parameters with train.batch_tokens={train.batch_tokens} "
         f"in rows of {tokens} ({options}) takes, on each device,",

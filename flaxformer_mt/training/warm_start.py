@@ -130,7 +130,7 @@ def load_teacher(folder: str, tokenizers: Tokenizers) -> tuple[Transformer | Non
         return None, None
     with prefixed(f"train.teacher={folder}: "):
         run = load_run(local(folder))
-    advice = f": train the student with --data.tokenizer-path={folder}"
+    advice = f": train the student with data.tokenizer_path={folder}"
     _check_same(run.tokenizers, tokenizers, f"train.teacher={folder}", advice)
     return Transformer(run.model), run.params
 

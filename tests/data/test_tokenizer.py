@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from flaxformer_mt.config import CorpusConfig, DataConfig
 from flaxformer_mt.data.corpora.corpus import ParallelCorpus, load_corpus
 from flaxformer_mt.data.tokenizers import tokenizer as tokenizer_module
-from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers, evenly
+from flaxformer_mt.data.tokenizers.sentencepiece_tokenizer import train_sentencepiece
+from flaxformer_mt.data.tokenizers.tokenizer import Tokenizers, evenly, words
 from flaxformer_mt.errors import UserError
 
 CONFIG = DataConfig(corpus="phrases", target_language="fr", generated_pairs=500, vocab_size=500)
@@ -194,3 +195,33 @@ def test_a_vocabulary_without_the_tags(tmp_path, caplog):
     config = dataclasses.replace(TAGGED, tokenizer_path=str(tmp_path / "words"))
     with pytest.raises(UserError, match="the tag <2fr> is unknown in the vocabulary"):
         Tokenizers.for_run([], config)
+
+
+@hypothesis.given(
+    st.text(st.characters(exclude_categories=["Cs"])), st.sampled_from(["nfc", "none"])
+)
+def test_bytes_are_tokens_of_any_text(text, normalization):
+    config = DataConfig(tokenizer="bytes", normalization=normalization, keep_whole=("<URL>",))
+    tokenizer = train_sentencepiece([], config, ["<2de>"])
+    assert tokenizer.vocab_size == 4 + 256 + 2
+    normal = unicodedata.normalize("NFC", text) if normalization == "nfc" else text
+    (tokens,) = tokenizer.encode([text])
+    assert tokens == [4 + byte for byte in normal.encode()]
+    assert tokenizer.decode([tokens]) == [normal]
+    (tagged,) = tokenizer.encode([f"<2de> {text}<URL>"])
+    assert (tagged[0], tagged[-1]) == (260, 261)
+
+
+def test_words_of_bytes_begin_with_spaces(tmp_path):
+    tokenizers = Tokenizers.train([], DataConfig(tokenizer="bytes"))
+    tokenizers.save(tmp_path)
+    tokenizer = Tokenizers.load(tmp_path).source
+    assert tokenizer.fingerprint == tokenizers.target.fingerprint
+    (pieces,) = tokenizer.split(["a né"])
+    assert pieces == ["a", "▁", "n", "<0xC3>", "<0xA9>"]
+    assert words(pieces) == [0, 1, 1, 1, 1]
+    assert tokenizer.pieces(tokenizer.encode(["a né"])[0]) == pieces
+    with pytest.raises(
+        UserError, match=r"subword_sampling=0.1 needs data.tokenizer=bpe or unigram"
+    ):
+        DataConfig(tokenizer="bytes", subword_sampling=0.1)

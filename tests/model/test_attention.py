@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 
+import flaxformer_mt as fmt
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.model import attention
@@ -176,6 +178,46 @@ def test_what_cannot_be_registered(kinds):
         attention.register_attention("own")(print)
     with pytest.raises(UserError, match="attention_backend=pallas_gpu computes dot products only"):
         TransformerConfig(attention_kind="own", attention_backend="pallas_gpu")
+
+
+def test_query_key_norm_and_capped_scores_in_a_file_of_ones_own(monkeypatch):
+    """Of public names alone, with the values and gradients of the built-in ones."""
+    monkeypatch.setattr(attention.ATTENTION, "classes", {**attention.ATTENTION.classes})
+
+    @fmt.register_attention("normed")
+    class Normed(fmt.MultiHeadAttention):
+        cap: float = 50.0
+
+        def setup(self):
+            super().setup()
+            self.query_norm, self.key_norm = nn.RMSNorm(), nn.RMSNorm()
+
+        def attend(self, query, key, value, mask, bias, deterministic):
+            scores = self.query_norm(query) @ self.key_norm(key).mT * query.shape[-1] ** -0.5
+            scores = self.cap * jnp.tanh(scores / self.cap)
+            weights = fmt.masked_softmax(scores, mask)
+            return weights @ value, weights
+
+    built_in = TransformerConfig(
+        source_vocab_size=9, target_vocab_size=9, d_model=8, num_heads=2, d_ff=8, norm_kind="rms",
+        num_encoder_layers=1, num_decoder_layers=1, query_key_norm=True, score_cap=0.5,
+    )  # fmt: skip
+    own = {"query_key_norm": False, "score_cap": 0.0, "attention_kind": "normed(cap=0.5)"}
+    tokens = jnp.asarray(np.random.default_rng(0).integers(3, 9, (2, 5)), jnp.int32)
+
+    def gradient(params, config):
+        def loss(params):
+            logits = fmt.Transformer(config).apply({"params": params}, tokens, tokens)
+            return jnp.sum(jnp.sin(logits))
+
+        return jax.value_and_grad(loss)(params)
+
+    params = jax.tree.map(lambda leaf: leaf * 1.3, fmt.init(built_in, jax.random.key(0)))
+    ours, theirs = (
+        jax.jit(functools.partial(gradient, config=config))(params)
+        for config in (dataclasses.replace(built_in, **own), built_in)
+    )
+    chex.assert_trees_all_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("norm_kind", ["layer_norm", "rms"])

@@ -9,11 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from drawn_params import drawn_params
+from test_experiment import CONFIG
 
 import flaxformer_mt as fmt
 from flaxformer_mt.config import ExperimentConfig, differences
+from flaxformer_mt.config.experiment import with_changes
 from flaxformer_mt.experiment.start import recorded
 from flaxformer_mt.model.layers import FEED_FORWARD
+from flaxformer_mt.trained_model import load_run
 from flaxformer_mt.training.devices import place
 
 EXAMPLE = Path(__file__).parents[2] / "examples/mixture_of_experts.py"
@@ -122,6 +125,29 @@ def test_a_router_is_trained_alike_on_every_mesh(params, axes):
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6), found, expected
     )
+
+
+@pytest.mark.slow
+def test_a_run_with_experts_on_an_axis_of_their_own_continues_to_the_same_bits(tmp_path):
+    rules = (("feed_forward/(wide|narrow)$", "experts,-,-"),)
+    own = {"num_devices": 8, "axes": ("experts=2",), "sharding_rules": rules}
+    own["activations"] = (("embed", "experts"),)
+    of_all = {"model": {"feed_forward_kind": "experts"}, "train": {"num_steps": 4, "log_every": 1}}
+    config = with_changes(CONFIG, of_all)
+    sharded = with_changes(config, {"parallel": own})
+    hooks = fmt.Hooks()
+    hooks.add_hook(lambda info: info.step == 3)
+    fmt.train(sharded, tmp_path / "run", hooks=hooks)
+    runs = [
+        fmt.train(sharded, tmp_path / "run"),
+        fmt.train(sharded, tmp_path / "whole"),
+        fmt.train(config, tmp_path / "one"),
+    ]
+    ours, whole, _ = (load_run(run.folder, "last").params for run in runs)
+    jax.tree.map(np.testing.assert_array_equal, ours, whole)
+    losses = [[line["loss"] for line in run.metrics("train")] for run in runs]
+    assert len(losses[0]) == 4
+    np.testing.assert_allclose(losses[0], losses[2], rtol=1e-5)
 
 
 def test_options_are_recorded_and_checked(experts):

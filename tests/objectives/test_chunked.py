@@ -149,25 +149,48 @@ def test_every_sum_is_differentiable_with_respect_to_every_input(float64, platfo
         chex.assert_trees_all_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
+LOSSES = {
+    "cross-entropy": (fmt.cross_entropy, {"smoothing": 0.1, "z_loss": 0.1}),
+    "R-Drop": (fmt.cross_entropy, {"term": RDrop(0.7), "key": jax.random.key(2)}),
+    "distillation": (fmt.cross_entropy, {"term": Distillation(0.3, 2.5)}),
+    "guided alignment": (fmt.guided_alignment, {"weight": 0.7, "z_loss": 0.1}),
+}
+
+
 @pytest.mark.slow
-def test_gradients_of_metrics_are_those_of_finite_differences(float64):
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradients_of_all_sums_are_those_of_finite_differences(float64, name):
+    """All real numbers of `Sums`, with respect to all parameters, weights and links."""
     config = fmt.TransformerConfig(
         source_vocab_size=7, target_vocab_size=7, d_model=4, num_heads=2, d_ff=4,
         num_encoder_layers=1, num_decoder_layers=1, dtype="float64", param_dtype="float64",
     )  # fmt: skip
-    params = fmt.init(config, jax.random.key(0))
+    params, teacher = (fmt.init(config, jax.random.key(seed)) for seed in range(2))
     tokens, weights = jnp.array([[3, 4, 5, 2]]), jnp.array([[1.0, 0.5, 2.0, 1.0]])
+    links = jnp.array([[[1.0, 0, 0, 0], [0, 0.5, 0.5, 0], [0, 0, 0, 0], [0, 0, 0, 1]]])
+    loss, options = LOSSES[name]
+    if name == "distillation":
+        options = options | {"teacher": (config, teacher)}
 
-    def metrics(table, weights):
+    def sums(params, weights, linked):
         ids, positions = jnp.ones_like(tokens), jnp.arange(4)[None]
         inputs = tokens, jnp.roll(tokens, 1), tokens, weights
-        batch = fmt.Batch(*inputs, ids, ids, positions, positions)
-        given = {**params, "target_embedding": {"embedding": table}}
-        sums = fmt.cross_entropy(config, given, batch, smoothing=0.1, z_loss=0.1)
-        return sums.loss, sums.weight, sums.tokens, *jax.tree.leaves(sums.metrics)
+        # No link appears: that there is one is no number.
+        alignment = jnp.where(links > 0, linked, 0)
+        batch = fmt.Batch(*inputs, ids, ids, positions, positions, alignment=alignment)
+        found = jax.tree.leaves(loss(config, params, batch, **options))
+        assert all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in found)
+        return found
 
-    table = params["target_embedding"]["embedding"]
-    jax.test_util.check_grads(jax.jit(metrics), (table, weights), order=1, modes=["rev"])
+    given = params, weights, links
+    jax.test_util.check_grads(jax.jit(sums), given, order=1, modes=["rev"])
+
+
+def test_a_term_that_needs_a_teacher_says_so():
+    factors = OutputFactors(jnp.ones((1, 2, 4)), jnp.ones((7, 4)), None, 1.0)
+    options = CrossEntropyOptions(term=Distillation())
+    with pytest.raises(fmt.UserError, match="distillation needs a teacher"):
+        chunked_cross_entropy(factors, jnp.zeros((1, 2), jnp.int32), jnp.ones((1, 2)), options)
 
 
 def test_the_chunked_loss_never_holds_all_logits(platform):

@@ -91,6 +91,12 @@ def test_the_loss_is_the_formula_of_all_logits_and_weights(float64, changes, lay
     chex.assert_trees_all_close(found, expected, atol=1e-10)
 
 
+def test_a_batch_without_links_is_refused():
+    batch = dataclasses.replace(a_batch(), alignment=None)
+    with pytest.raises(fmt.UserError, match=r"no links .* give read_pairs a file"):
+        fmt.guided_alignment(CONFIG, {}, batch, weight=1.0)
+
+
 def test_a_weight_that_underflows_gives_a_finite_loss_and_gradient():
     def loss(scores):
         weights = jax.nn.softmax(scores)[None, None]

@@ -19,6 +19,7 @@ from toy_references import VARIANTS, Variant
 
 from flaxformer_mt import interop
 from flaxformer_mt.config import TransformerConfig
+from flaxformer_mt.interop.formats.hub_families import HUB_FAMILIES
 from flaxformer_mt.model.transformer import Transformer
 
 SOURCE = np.array([[5, 3, 8, 2, 0, 0], [4, 7, 2, 0, 0, 0], [9, 3, 10, 6, 5, 2], [8, 2, 0, 0, 0, 0]])
@@ -44,7 +45,8 @@ def batch_of(variant: Variant, config: TransformerConfig) -> Batch:
     source, target = SOURCE, TARGET
     # Marian starts with padding; fairseq and PyTorch hide scores with -inf, so that a row which
     # sees nothing is NaN; and tunz' start stands in the first column.
-    if variant.family not in ("marian", "mbart", "m2m100", "t5", "fairseq", "torch", "tunz"):
+    masking = {*HUB_FAMILIES, "fairseq", "torch", "tunz"}
+    if variant.family not in masking:
         target = np.concatenate([TARGET[:-1], LEFT_PADDED_TARGET])
     if variant.family == "fairseq":
         source = np.stack([np.roll(row, np.sum(row == 0)) for row in source])

@@ -113,4 +113,4 @@ def test_what_exists_is_not_written_over(run, capsys):
     assert main(command) == 0
     assert capsys.readouterr().out.endswith("averaged: the mean of the checkpoints of steps 3, 4\n")
     assert main(command) == 1
-    assert "averaged exists: remove it, or give another --output" in capsys.readouterr().err
+    assert "averaged exists: remove it, or give another output" in capsys.readouterr().err

@@ -274,9 +274,7 @@ def copy(three_checkpoints, tmp_path):
 @pytest.mark.parametrize(("damage", "cause"), DAMAGES)
 def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(copy, damage, cause):
     damage(copy / "checkpoints" / "3")
-    with pytest.raises(
-        UserError, match=rf"checkpoints/3 is damaged: {cause}.*; give another --chec"
-    ):
+    with pytest.raises(UserError, match=rf"checkpoints/3 is damaged: {cause}.*; give another chec"):
         restore_params(copy, "last")
 
     lines = []
@@ -392,7 +390,7 @@ def test_parameters_alone_can_be_used_but_not_trained_on(tmp_path):
     chex.assert_trees_all_equal(restored, params)
     with (
         Checkpoints(tmp_path) as checkpointer,
-        pytest.raises(UserError, match=rf"parameters only.*--train\.init-from={tmp_path}"),
+        pytest.raises(UserError, match=rf"parameters only.*train\.init_from={tmp_path}"),
     ):
         checkpointer.restore_or(make_state(0), {})
 

@@ -108,7 +108,7 @@ OTHER = ExperimentConfig(train=TrainConfig(seed=1))
 def test_what_is_left_of_a_run_is_not_continued_as_another(begun, also):
     for name in ("config.json", *also):
         remove(begun / name)
-    with pytest.raises(UserError, match=r"run whose config\.json is missing: .*another --workdir"):
+    with pytest.raises(UserError, match=r"run whose config\.json is missing: .*another workdir"):
         holds_run(begun, OTHER)
 
 

@@ -149,6 +149,22 @@ def wait_for_checkpoint(run, workdir):
 
 
 @pytest.mark.slow
+def test_a_model_that_is_sharded_over_processes_is_trained_and_translates(start, folders, expected):
+    workdir = folders / "sharded"
+    own = ("--parallel.fsdp=4", "--decode.devices-per-model=4")
+    start(
+        workdir, 2, options=(*own, "--train.teacher-forced-metrics", "teacher_forced_bleu")
+    ).finish()
+    assert_same_losses(workdir, expected)
+    found, of_one = (
+        [line["chrf"] for line in read_metrics(folder / "metrics.jsonl") if "chrf" in line]
+        for folder in (workdir, folders / "one")
+    )
+    assert found == of_one
+    assert len(found) == 2
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "second"), [(1, 2), (2, 1)])
 def test_each_continues_the_others_checkpoint(start, folders, expected, first, second):
     workdir = folders / f"{first} then {second}"
@@ -198,7 +214,7 @@ def test_the_others_not_coming_is_said_in_one_line(tmp_path):
         f"distributed.initialize('127.0.0.1:{port}', 2, int(sys.argv[1]), timeout=3)"
     )
     late = subprocess.run([sys.executable, "-c", code, "1"], capture_output=True, text=True)
-    assert f"UserError: --coordinator=127.0.0.1:{port}: no answer in 3 s" in late.stderr
+    assert f"UserError: coordinator=127.0.0.1:{port}: no answer in 3 s" in late.stderr
     first = subprocess.run([sys.executable, "-c", code, "0"], capture_output=True, text=True)
     assert first.returncode == 1
     assert "not all processes came within 3 s" in first.stderr

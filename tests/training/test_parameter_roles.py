@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 from drawn_params import drawn_params
 
@@ -152,12 +153,27 @@ def test_muon_is_that_of_its_source_on_every_layer(few, float64):
     assert matrices == 3 * 2
 
 
-def test_scripts_have_the_adafactor_of_the_trainer(few):
+@pytest.mark.parametrize("kind", ["adafactor", "muon"])
+def test_scripts_have_the_optimizer_of_the_trainer(few, kind):
+    """As docs/library.md writes them."""
+
+    def labels(params):
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: "matrix" if fmt.is_matrix(path, leaf) else "other", params
+        )
+
+    of_roles = {
+        "matrix": fmt.per_layer(optax.contrib.muon(1e-2, consistent_rms=0.2)),
+        "other": optax.adamw(1e-2, b2=0.98, eps=1e-9, weight_decay=0),
+    }
+    of_script = {
+        "adafactor": fmt.per_layer(optax.adafactor(1e-2)),
+        "muon": optax.partition(of_roles, labels),
+    }[kind]
+    of_trainer = make_optimizer(OptimizerConfig(kind=kind), optax.constant_schedule(1e-2))
     gradient = drawn(few, 2)
-    config = OptimizerConfig(kind="adafactor")
-    of_trainer = make_optimizer(config, optax.constant_schedule(1e-2))
-    of_script = fmt.per_layer(optax.adafactor(1e-2))
     ours, theirs = (
         jax.jit(each.update)(gradient, each.init(few), few)[0] for each in (of_trainer, of_script)
     )
-    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-8)
+    jax.tree.map(close, ours, theirs)

@@ -239,7 +239,7 @@ def open_corpora(config: DataConfig, role: Role, has_inputs: bool = True) -> lis
         if not corpora and role != "train" and _has_no_splits(completed):
             raise UserError(
                 f"data.path={completed.path} has only training pairs: set others aside by "
-                f"--data.hold-out 1000, or give a folder, or data.{role}_corpora"
+                f"data.hold_out=1000, or give a folder, or data.{role}_corpora"
             )
         columns = config.columns_of_pairs if role == "train" else {}
         opened.append(open_corpus(completed, config, prefix, has_inputs, columns))

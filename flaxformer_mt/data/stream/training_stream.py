@@ -213,7 +213,9 @@ class TrainingStream:
         Until the last of such iterators is closed, there are the processes of `data.workers`.
         """
         count = self.config.data.workers
-        if count < 0:
+        if count < 0 and self.config.data.curriculum:
+            count = 0  # Workers would need your program.
+        elif count < 0:
             is_sampled = self.config.data.subword_sampling > 0
             count = default_workers(self.pairs, is_sampled, jax.default_backend())
         if count and not self._readers:
@@ -278,7 +280,7 @@ class TrainingStream:
         """Number of batches per epoch, extrapolated from the first blocks."""
         blocks = self._first_blocks()
         batches = sum(1 / shape.rows for block in blocks for shape in block.shapes)
-        return batches * self.pairs / sum(len(block.pairs.targets) for block in blocks)
+        return batches * self._mixture.blocks(0) * self._mixture.streams / len(blocks)
 
     def _first_blocks(self) -> list[Block]:
         streams = range(min(self._mixture.streams, _SAMPLE_BLOCKS))

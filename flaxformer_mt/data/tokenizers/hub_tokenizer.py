@@ -43,7 +43,7 @@ _SPECIAL = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
 _SOURCE_LANGUAGES = {"NllbTokenizer": "eng_Latn", "MBart50Tokenizer": "en_XX"}
 """The source language of each class of multilingual vocabularies, unless it is in the settings."""
 _BYTE_LEVEL = {"BartTokenizer": "<s>", "RobertaTokenizer": "<s>"}
-_FIRST = {**_SOURCE_LANGUAGES, **_BYTE_LEVEL, "T5Tokenizer": None}
+_FIRST = {**_SOURCE_LANGUAGES, **_BYTE_LEVEL, "T5Tokenizer": None, "PegasusTokenizer": None}
 """What sentences begin with, by the class of the tokenizer. transformers ends them with `</s>`, and
 ignores the post-processor of `tokenizer.json`, which all other classes follow."""
 _NO_CLASS = "None"

@@ -47,7 +47,6 @@ MAX_ADDED_TOKENS = 10_000
 
 _DEFAULTS = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 
-_CODE = re.compile(">>.*?<<", re.DOTALL)
 
 CLEANED = (
     (" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"),
@@ -76,6 +75,7 @@ class TokenizerConfig(TypedDict, total=False):
     target_lang: str | None
     src_lang: str | None
     tgt_lang: str | None
+    langs: list[str] | None
     language_codes: str
     separate_vocabs: bool | None
     clean_up_tokenization_spaces: bool | None
@@ -104,6 +104,9 @@ class MarianTokenizer(Tokenizer):
       cleans_up: whether `CLEANED` is applied to a decoded text.
       decoder_file: the SentencePiece model that joins pieces to a text.
     """
+
+    _code = re.compile(">>.*?<<", re.DOTALL)
+    """A language at the beginning of a text."""
 
     def __init__(
         self, files: TokenizerFiles, side: Literal["source", "target"], folder: str = ""
@@ -208,7 +211,7 @@ class MarianTokenizer(Tokenizer):
             if token.rstrip:
                 chunks[number + 1] = chunks[number + 1].lstrip()
         for number, chunk in enumerate(chunks):
-            code = _CODE.match(chunk) if number % 2 == 0 else None
+            code = self._code.match(chunk) if number % 2 == 0 else None
             if code:
                 yield code[0], True
                 chunk = chunk[code.end() :]

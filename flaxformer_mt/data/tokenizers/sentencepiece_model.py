@@ -40,6 +40,47 @@ def parse_model(model: bytes) -> Any:
     return proto
 
 
+BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
+"""The pieces of bytes."""
+
+
+def byte_model(special: Sequence[str], unknown: str, whole: Sequence[str], rules: str) -> bytes:
+    """Returns a model whose tokens are the bytes of the text, its spaces included.
+
+    Args:
+      special: the names of padding, start and end, which have the ids 0, 1, 2.
+      unknown: the name of the unknown token, which follows.
+      whole: texts that are one token each, with the ids after the bytes.
+      rules: the name of the rules of normalization.
+    """
+    proto: Any = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
+    kinds = proto.SentencePiece
+    for pieces, kind in (
+        (special, kinds.CONTROL),
+        ([unknown], kinds.UNKNOWN),
+        (BYTES, kinds.BYTE),
+        (whole, kinds.USER_DEFINED),
+    ):
+        for piece in pieces:
+            proto.pieces.add(piece=piece, score=0.0, type=kind)
+    trainer = proto.trainer_spec
+    trainer.model_type, trainer.byte_fallback = trainer.CHAR, True
+    trainer.pad_id, trainer.bos_id, trainer.eos_id, trainer.unk_id = range(4)
+    trainer.vocab_size = len(proto.pieces)
+    spec = proto.normalizer_spec
+    spec.name = rules
+    spec.add_dummy_prefix = spec.remove_extra_whitespaces = spec.escape_whitespaces = False
+    return bytes(proto.SerializeToString(deterministic=True))
+
+
+def shown_byte(piece: str) -> str:
+    """Returns the piece of a byte as text: U+2581 for a space, ASCII as it is, else "<0xC3>"."""
+    if piece not in BYTES:
+        return piece
+    character = chr(int(piece[1:-1], 16))
+    return SPACE if character == " " else character if " " < character < "\x7f" else piece
+
+
 class TextSampler:
     """Segments texts into pieces at random."""
 

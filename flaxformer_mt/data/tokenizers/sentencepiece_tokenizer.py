@@ -11,7 +11,7 @@ import itertools
 import logging
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import numpy as np
@@ -23,8 +23,10 @@ from flaxformer_mt.data.tokenizers.sentencepiece_model import (
     SPACE,
     WORD,
     TextSampler,
+    byte_model,
     open_model,
     parse_model,
+    shown_byte,
 )
 from flaxformer_mt.errors import UserError
 
@@ -59,6 +61,7 @@ class SentencePieceTokenizer(Tokenizer):
         rules = parse_model(model).normalizer_spec
         # A model with a table of rules applies them itself.
         self._form = None if rules.precompiled_charsmap else _FORMS.get(rules.name)
+        self._is_bytes = not rules.escape_whitespaces
         self.vocab_size = self._processor.vocab_size()
         self.pad_id = self._processor.pad_id()
         self.bos_id = self._processor.bos_id()
@@ -75,7 +78,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     def split(self, texts: Sequence[str]) -> list[list[str]]:
         split = self._processor.encode(_normalized(self._form, texts), out_type=str)
-        return [list(itertools.chain(*map(self._words, pieces))) for pieces in split]
+        return [self._shown(itertools.chain(*map(self._words, pieces))) for pieces in split]
 
     def _words(self, piece: str) -> list[str]:
         """Separates consecutive unknown words, of which SentencePiece makes one piece."""
@@ -84,7 +87,13 @@ class SentencePieceTokenizer(Tokenizer):
         return [piece]
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
+        return self._shown(self.entries(tokens))
+
+    def entries(self, tokens: Sequence[int]) -> list[str]:
         return self._processor.id_to_piece(self._known(tokens))
+
+    def _shown(self, pieces: Iterable[str]) -> list[str]:
+        return [*map(shown_byte, pieces)] if self._is_bytes else list(pieces)
 
     def sample(self, texts: Sequence[str], seed: int, amount: float) -> list[list[int]]:
         return self._sampler.sample(_normalized(self._form, texts), seed, amount)
@@ -114,13 +123,18 @@ def train_sentencepiece(
 
     It has fewer than `config.vocab_size` pieces if the corpus is too small.
     """
+    form = _FORMS.get(config.normalization)
+    whole = _normalized(form, config.keep_whole)
+    if config.tokenizer == "bytes":
+        kept = dict.fromkeys([*_normalized(form, tags), *whole])
+        rules = config.normalization if form else "identity"
+        special = ("<pad>", "<s>", "</s>")
+        return SentencePieceTokenizer(byte_model(special, "<unk>", [*kept], rules))
     if not any(text.strip() for text in texts):
         raise UserError("the corpus has no text to learn a vocabulary from")
-    form = _FORMS.get(config.normalization)
     texts = _normalized(form, [text.replace(_LEFT_OUT, " ") for text in texts])
     if config.tokenizer == "unigram":
         texts = [_LONG_WORD.sub(r"\g<0> ", text) for text in texts]
-    whole = _normalized(form, config.keep_whole)
     # With the preceding space, which would otherwise be a piece of its own.
     symbols = [*(SPACE + text for text in (*_normalized(form, tags), *whole)), *whole]
     model = io.BytesIO()

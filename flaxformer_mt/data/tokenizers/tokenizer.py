@@ -12,7 +12,9 @@ from flaxformer_mt.config import DataConfig, TransformerConfig, with_vocabulary_
 from flaxformer_mt.data.corpora.corpus import Corpus
 from flaxformer_mt.data.corpora.text_files import counted
 from flaxformer_mt.data.tokenizers import (
+    byt5_tokenizer,
     dictionary_tokenizer,
+    fsmt_tokenizer,
     hub_tokenizer,
     m2m100_tokenizer,
     marian_tokenizer,
@@ -93,6 +95,8 @@ _PUBLISHED: dict[tuple[str, ...], tuple[type[Any], tuple[str, ...]]] = {
         dictionary_tokenizer.DictionaryTokenizer,
         dictionary_tokenizer.FILES,
     ),
+    fsmt_tokenizer.FILES[:3]: (fsmt_tokenizer.FSMTTokenizer, fsmt_tokenizer.FILES),
+    byt5_tokenizer.FILES[:1]: (byt5_tokenizer.ByT5Tokenizer, byt5_tokenizer.FILES),
 }
 """The class and the files of each published vocabulary, by the files that identify it."""
 
@@ -200,7 +204,8 @@ class Tokenizers:
 
         A language model (`has_inputs` is False) has a single vocabulary, learned from its targets.
         """
-        stream = itertools.chain.from_iterable(corpus.pairs() for corpus in corpora)
+        read = corpora if config.tokenizer != "bytes" else ()  # They are learned from no text.
+        stream = itertools.chain.from_iterable(corpus.pairs() for corpus in read)
         pairs = evenly(counted(stream, "reading text for a vocabulary"), MAX_TRAINING_PAIRS)
         sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
         if has_inputs and not config.joint_vocabulary:

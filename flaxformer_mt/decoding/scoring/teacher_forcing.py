@@ -12,6 +12,7 @@ from jax import Array
 from flaxformer_mt.config import DecodeConfig, TransformerConfig
 from flaxformer_mt.decoding.batching.length_buckets import fill_rows, plan_buckets
 from flaxformer_mt.decoding.batching.workers import batch_tokens
+from flaxformer_mt.decoding.parameters import on_one_device
 from flaxformer_mt.decoding.search.options import forbidden_token_ids
 from flaxformer_mt.errors import UserError
 from flaxformer_mt.memory_limits import explained_exhaustion
@@ -115,7 +116,7 @@ def _in_batches(
     found: dict[int, Any] = {}
     for bucket in plan_buckets(lengths, tokens, model, numbers):
         padded = (fill_rows(side, bucket, model.pad_id) for side in (sources, inputs, targets))
-        arrays = jax.device_get(program(*padded))
+        arrays = jax.device_get(on_one_device(program(*padded)))
         for row, index in enumerate(bucket.indices):
             found[index] = jax.tree.map(lambda array, row=row: array[row], arrays)
     return [found[index] for index in range(len(targets))]

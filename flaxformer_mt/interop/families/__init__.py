@@ -4,6 +4,7 @@ from flaxformer_mt.interop.families import (
     annotated,
     double_projection,
     fairseq,
+    fsmt,
     jadore801120,
     marian,
     mbart,
@@ -29,7 +30,10 @@ FAMILIES: dict[str, Family] = {
         opennmt.FAMILY,
         mbart.FAMILY,
         mbart.M2M100,
+        marian.PEGASUS,
+        fsmt.FAMILY,
         t5.FAMILY,
+        t5.UMT5,
     )
 }
 """The weight maps of all families, by name."""

@@ -1,4 +1,4 @@
-"""The weight map of `marian`: Hugging Face's `MarianMTModel`.
+"""The weight maps of `marian` and `pegasus`: Hugging Face's `MarianMTModel` and Pegasus.
 
 The bias of the logits is a buffer [1, V] there, and not trained. Published files omit the tables of
 sinusoids and all but one of tied tensors.
@@ -8,6 +8,7 @@ the model's `config.json`; without them give `num_heads`, and `activation`, `sca
 `pad_id` and `eos_id` if they are not those of OPUS-MT.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -137,3 +138,4 @@ FAMILY = family.Family(
     ignored=IGNORED,
     base=BASE,
 )
+PEGASUS = dataclasses.replace(FAMILY, name="pegasus")

@@ -6,7 +6,7 @@ file.
 
 The position of norms follows from names. The other fields are read from the settings, which are
 those of the model's `config.json`; without them give `num_heads`, and `activation`,
-`scale_embeddings`, `pad_id` and `eos_id` if they are not those of mBART or of M2M-100.
+`scale_embeddings`, `pad_id` and `eos_id` if they are not those of the published models.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from flaxformer_mt.interop.weight_maps.family import Family
 from flaxformer_mt.interop.weight_maps.rules import TensorRule, row, same
 
 _POSITIONS = "embed_positions.weight"
-_IGNORED = {
+IGNORED = {
     **marian.IGNORED,
     "version": "numbers the format of fairseq's modules",
     "_float_tensor": "tells fairseq's sinusoids their dtype",
@@ -63,7 +63,7 @@ FAMILY = Family(
     order=marian.ORDER,
     omitted=marian.omitted_tables,
     constants=frozenset({BIAS}),
-    ignored=_IGNORED,
+    ignored=IGNORED,
     base=marian.BASE,
 )
 M2M100 = dataclasses.replace(
@@ -72,5 +72,5 @@ M2M100 = dataclasses.replace(
     guess=_fields,
     open_switches=frozenset({"activation", "scale_embeddings", "pad_id", "tie_embeddings"}),
     constants=frozenset(),
-    ignored={**_IGNORED, "weights": "are the sinusoids, which are computed"},
+    ignored={**IGNORED, "weights": "are the sinusoids, which are computed"},
 )

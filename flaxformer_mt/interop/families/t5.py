@@ -1,13 +1,14 @@
-"""The weight map of `t5`: Hugging Face's T5, T5 1.1, mT5 and Flan-T5.
+"""The weight maps of `t5` (Hugging Face's T5, T5 1.1, mT5, Flan-T5) and `umt5` (UMT5).
 
-The relative positions of a stack are in its first layer. Newer models have a gated feed-forward
-network ("wi_0" and "wi_1") and an output of their own ("lm_head").
+The relative positions of a stack are in its first layer; UMT5 has others in every layer. Newer
+models have a gated feed-forward network ("wi_0" and "wi_1") and an output of their own ("lm_head").
 
 Both follow from the tensors. The other fields are read from the settings, which are those of the
 model's `config.json`; without them give `num_heads`, and `activation`, `norm_epsilon`,
 `relative_position_max_distance`, `pad_id` and `eos_id` if they are not the published defaults.
 """
 
+import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -21,7 +22,7 @@ from flaxformer_mt.interop.weight_maps.family import Family, check_kinds, fields
 SHARED = "shared.weight"
 SOURCE, TARGET = "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"
 OUTPUT = "lm_head.weight"
-BUCKETS = "{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+BUCKETS = "{stack}.block.{layer}.layer.0.SelfAttention.relative_attention_bias.weight"
 # Some published files have a table that nothing reads.
 _UNREAD = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
 
@@ -89,7 +90,7 @@ def _sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
     return {
         "head_dim": own.key_width(checkpoint, num_heads),
         "relative_position_buckets": checkpoint.size(
-            *((BUCKETS.format(stack=stack), 0) for stack in ("encoder", "decoder"))
+            *((BUCKETS.format(stack=stack, layer=0), 0) for stack in rules.STACKS)
         ),
         **own.sizes_of_model(tables, tables)(checkpoint, num_heads),
     }
@@ -138,15 +139,23 @@ def _rules(config: TransformerConfig, layout: str) -> list[rules.TensorRule]:
     if config.shares_target_and_output:
         tables.append(OUTPUT)
     positions = {
-        stack: rules.same(f"{stack}/position_bias/embedding", BUCKETS.format(stack=stack))
-        for stack in ("encoder", "decoder")
+        stack: rules.same(f"{stack}/position_bias/embedding", BUCKETS.format(stack=stack, layer=0))
+        for stack in rules.STACKS
     }
+    of_layers = [
+        rules.same(
+            f"{stack}/layers/position_bias/embedding",
+            BUCKETS.format(stack=stack, layer="{layer}"),
+        )
+        for stack in rules.STACKS
+    ]
     if layout == _UNREAD:
         positions["decoder"] = rules.unused(positions["decoder"], _UNREAD)
     return [
         rules.tied("target_embedding/embedding", *tables),
         rules.transposed("output/kernel", OUTPUT),
         *positions.values(),
+        *of_layers,
         *layers(config.feed_forward_gate).rules(config),
     ]
 
@@ -181,3 +190,4 @@ FAMILY = Family(
     layout_of_tensors=_layout,
     layout_of_params=lambda arrays, carried: _layout(carried),
 )  # fmt: skip
+UMT5 = dataclasses.replace(FAMILY, name="umt5")

@@ -63,9 +63,10 @@ class ModelBundle:
         config = dataclasses.replace(run.config, model=run.model)
         return cls(config, run.params, run.tokenizers, read_origin(folder))
 
-    def write_run(self, folder: Path) -> None:
-        """Writes a run folder with a single checkpoint, of step 0; errors as for `write_model`."""
-        write_model(folder, self.config, self.tokenizers, model_params(self.params), self.origin)
+    def write_run(self, folder: Path, replace: bool = False) -> None:
+        """Writes a run folder with a single checkpoint, of step 0; as `write_model`."""
+        parts = self.config, self.tokenizers, model_params(self.params), self.origin
+        write_model(folder, *parts, replace=replace)
 
 
 WITHOUT_EFFECT = frozenset({

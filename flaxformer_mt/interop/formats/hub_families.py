@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.interop.families import marian, mbart, t5
+from flaxformer_mt.interop.families import fsmt, marian, mbart, t5
 from flaxformer_mt.interop.weight_maps.family import Family
 
 Settings = Mapping[str, Any]
@@ -33,9 +33,8 @@ class HubFamily:
 
     family: Family
     architectures: Mapping[str, str]
-    """Class of the model for each `model_type`."""
-    model_type: Callable[[TransformerConfig], str]
-    """The `model_type` of a configuration."""
+    """Class of the model for each `model_type`. The first one is written, unless `kind_of` says
+    otherwise."""
     fields: dict[str, str]
     """Our names of the fields of `config.json` that the tensors do not tell."""
     sizes: dict[str, str]
@@ -47,6 +46,12 @@ class HubFamily:
     """Fields that `config.json` may omit, with the defaults of transformers' class."""
     new: Callable[[TransformerConfig], dict[str, Any]]
     """Fields of a `config.json` that no folder gave, for converters other than transformers."""
+    kind_of: Callable[[TransformerConfig], str] | None = None
+    """Returns the `model_type` of a configuration, one of several."""
+
+    def model_type(self, model: TransformerConfig) -> str:
+        """Returns the `model_type` of a configuration."""
+        return self.kind_of(model) if self.kind_of else next(iter(self.architectures))
 
     @property
     def kinds(self) -> dict[str, Any]:
@@ -145,6 +150,25 @@ _hub_family_like_fairseq = functools.partial(
     defaults=_FAIRSEQ_DEFAULTS,
     new=_new,
 )
+_T5_DEFAULTS: Settings = {
+    **_COMMON_DEFAULTS,
+    "relative_attention_num_buckets": 32,
+    "relative_attention_max_distance": 128,
+    "dropout_rate": 0.1,
+    "layer_norm_epsilon": 1e-6,
+    "feed_forward_proj": "relu",
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "decoder_start_token_id": 0,
+}
+_hub_family_like_t5 = functools.partial(
+    HubFamily,
+    fields=t5.FIELDS_OF_SETTINGS,
+    sizes=_T5_SIZES,
+    others=_t5,
+    defaults=_T5_DEFAULTS,
+    new=lambda model: {"dtype": model.param_dtype},
+)
 
 HUB_FAMILIES = {
     found.family.name: found
@@ -152,7 +176,6 @@ HUB_FAMILIES = {
         _hub_family_like_fairseq(
             family=marian.FAMILY,
             architectures={"marian": "MarianMTModel"},
-            model_type=lambda model: "marian",
             sizes={**_FAIRSEQ_SIZES, "decoder_vocab_size": "target_vocab_size"},
             others=_marian,
             defaults={**_FAIRSEQ_DEFAULTS, "share_encoder_decoder_embeddings": True},
@@ -164,12 +187,11 @@ HUB_FAMILIES = {
                 "mbart": "MBartForConditionalGeneration",
                 "bart": "BartForConditionalGeneration",
             },
-            model_type=lambda model: "mbart" if model.norm_position == "pre" else "bart",
+            kind_of=lambda model: "mbart" if model.norm_position == "pre" else "bart",
         ),
         _hub_family_like_fairseq(
             family=mbart.M2M100,
             architectures={"m2m_100": "M2M100ForConditionalGeneration"},
-            model_type=lambda model: "m2m_100",
             defaults={
                 **_FAIRSEQ_DEFAULTS,
                 "attention_dropout": 0.1,
@@ -177,28 +199,43 @@ HUB_FAMILIES = {
                 "activation_function": "relu",
             },
         ),
-        HubFamily(
+        _hub_family_like_fairseq(
+            family=marian.PEGASUS,
+            architectures={"pegasus": "PegasusForConditionalGeneration"},
+            defaults={
+                **_FAIRSEQ_DEFAULTS,
+                "pad_token_id": 0,
+                "eos_token_id": 1,
+                "decoder_start_token_id": 0,
+            },
+        ),
+        _hub_family_like_fairseq(
+            family=fsmt.FAMILY,
+            architectures={"fsmt": "FSMTForConditionalGeneration"},
+            sizes={
+                "src_vocab_size": "source_vocab_size",
+                "tgt_vocab_size": "target_vocab_size",
+                **{name: ours for name, ours in _FAIRSEQ_SIZES.items() if name != "vocab_size"},
+            },
+            defaults={
+                **_FAIRSEQ_DEFAULTS,
+                "tie_word_embeddings": False,
+                "scale_embedding": True,
+                "activation_function": "relu",
+                "decoder_start_token_id": 2,
+            },
+        ),
+        _hub_family_like_t5(
             family=t5.FAMILY,
             architectures={
                 "t5": "T5ForConditionalGeneration",
                 "mt5": "MT5ForConditionalGeneration",
             },
-            model_type=lambda model: "t5",
-            fields=t5.FIELDS_OF_SETTINGS,
-            sizes=_T5_SIZES,
-            others=_t5,
-            defaults={
-                **_COMMON_DEFAULTS,
-                "relative_attention_num_buckets": 32,
-                "relative_attention_max_distance": 128,
-                "dropout_rate": 0.1,
-                "layer_norm_epsilon": 1e-6,
-                "feed_forward_proj": "relu",
-                "pad_token_id": 0,
-                "eos_token_id": 1,
-                "decoder_start_token_id": 0,
-            },
-            new=lambda model: {"dtype": model.param_dtype},
+        ),
+        _hub_family_like_t5(
+            family=t5.UMT5,
+            architectures={"umt5": "UMT5ForConditionalGeneration"},
+            defaults={**_T5_DEFAULTS, "feed_forward_proj": "gated-gelu"},
         ),
     )
 }

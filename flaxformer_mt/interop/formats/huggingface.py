@@ -38,7 +38,7 @@ from flaxformer_mt.input_files import read_bytes, read_json
 from flaxformer_mt.interop import checkpoint_files
 from flaxformer_mt.interop.adaptation import adapt
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
-from flaxformer_mt.interop.families import marian
+from flaxformer_mt.interop.families import fsmt, marian
 from flaxformer_mt.interop.formats import adapters, folders, generation_config
 from flaxformer_mt.interop.formats.bundle import ModelBundle, Notes, experiment
 from flaxformer_mt.interop.formats.hub_families import HUB_FAMILIES, HubFamily
@@ -339,7 +339,10 @@ def _check_tokenizers(model: TransformerConfig, tokenizers: Tokenizers) -> None:
 
 def _data(names: Mapping[str, Any], tokenizers: Tokenizers) -> dict[str, Any]:
     keys = {"source": ("source_lang", "src_lang"), "target": ("target_lang", "tgt_lang")}
-    languages = {
+    both = names.get("langs") or (None, None)
+    languages = dict(zip(("source_language", "target_language"), both, strict=True))
+    languages = {name: code for name, code in languages.items() if code is not None}
+    languages |= {
         f"{side}_language": names[key]
         for side, named in keys.items()
         for key in named
@@ -347,7 +350,7 @@ def _data(names: Mapping[str, Any], tokenizers: Tokenizers) -> dict[str, Any]:
     }
     return languages | {
         "vocab_size": max(tokenizers.source.vocab_size, tokenizers.target.vocab_size),
-        "joint_vocabulary": not names.get("separate_vocabs", False),
+        "joint_vocabulary": not names.get("separate_vocabs", "langs" in names),
     }
 
 
@@ -368,7 +371,7 @@ def _carried(
     # transformers 5 ties all tables or none, but for Marian's target and output.
     is_marian = hub.family is marian.FAMILY
     if model.tie_embeddings not in ("all", "target_output" if is_marian else "all"):
-        omitted -= {marian.SOURCE, marian.TARGET, marian.OUTPUT}
+        omitted -= {marian.SOURCE, marian.TARGET, marian.OUTPUT, fsmt.OUTPUT}
     if not model.shares_source_and_target:
         omitted |= hub.family.omitted(model) & {marian.SHARED}
     empty = np.empty(0, model.param_dtype)
@@ -455,7 +458,7 @@ def _tokenizer_files(bundle: ModelBundle, family: str) -> Mapping[str, bytes]:
 
 
 def _ids(tokenizer: SentencePieceTokenizer) -> dict[str, int]:
-    pieces = tokenizer.pieces(range(tokenizer.vocab_size))
+    pieces = tokenizer.entries(range(tokenizer.vocab_size))
     return {piece: number for number, piece in enumerate(pieces)}
 
 

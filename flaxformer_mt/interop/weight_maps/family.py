@@ -52,6 +52,31 @@ class Buffer(NamedTuple):
         )
 
 
+def _no_fields(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
+    """Returns nothing: no field follows from settings or from equal tensors."""
+    return {}
+
+
+def _no_buffers(config: TransformerConfig) -> list[Buffer]:
+    """Returns nothing: no tensor is computed."""
+    return []
+
+
+def _one_layout(names: Collection[str]) -> str:
+    """Returns the name of the only layout."""
+    return ""
+
+
+def _one_layout_of_params(arrays: Tensors, carried: Tensors) -> str:
+    """Returns the name of the only layout."""
+    return ""
+
+
+def _none_omitted(config: TransformerConfig) -> frozenset[str]:
+    """Returns nothing: writers omit no tensor."""
+    return frozenset()
+
+
 @dataclasses.dataclass(frozen=True)
 class Family:
     """The weight map of a published model, and how its checkpoints are interpreted."""
@@ -63,24 +88,24 @@ class Family:
     rules: Callable[[TransformerConfig, str], list[TensorRule]]
     """Returns the rules for a configuration and a layout. Those for parameters that a model of the
     configuration does not have, such as biases and norms, do not apply."""
-    guess: Callable[[PublishedCheckpoint], dict[str, Any]] = lambda checkpoint: {}
+    guess: Callable[[PublishedCheckpoint], dict[str, Any]] = _no_fields
     """Returns the fields that follow from the checkpoint's settings or from equal tensors."""
-    buffers: Callable[[TransformerConfig], list[Buffer]] = lambda config: []
+    buffers: Callable[[TransformerConfig], list[Buffer]] = _no_buffers
     """Returns the computed tensors."""
     open_switches: frozenset[str] = frozenset()
     """Fields of the mathematics that users of the published code can choose."""
     head_widths: Literal["even", "rounded", "equal", "free"] = "even"
     """Width of a head's queries, keys and values. even: D / H; rounded: D / H, rounded down; equal:
     any, but the same for all; free: any."""
-    layout_of_tensors: Callable[[Collection[str]], str] = lambda names: ""
+    layout_of_tensors: Callable[[Collection[str]], str] = _one_layout
     """Returns which of several published layouts a checkpoint with these names has."""
-    layout_of_params: Callable[[Tensors, Tensors], str] = lambda arrays, carried: ""
+    layout_of_params: Callable[[Tensors, Tensors], str] = _one_layout_of_params
     """Returns the layout in which our parameters (by path), with their carried tensors, are
     written."""
     order: tuple[str, ...] = ()
     """The components of names, in the order in which the published modules define them. PyTorch
     numbers parameters in this order, and optimizer states refer to these numbers."""
-    omitted: Callable[[TransformerConfig], frozenset[str]] = lambda config: frozenset()
+    omitted: Callable[[TransformerConfig], frozenset[str]] = _none_omitted
     """Returns the names that published writers may omit: buffers, and all but one of tied
     tensors."""
     constants: frozenset[str] = frozenset()
@@ -107,7 +132,7 @@ class Family:
         """Returns whether a tensor of this name is left out, see `ignored`."""
         return str(name).rpartition(".")[2] in self.ignored
 
-    def configuration(self, **fields: Any) -> TransformerConfig:
+    def configuration(self, **fields: object) -> TransformerConfig:
         """Returns the published configuration with `fields` replaced."""
         if self.preset is None:
             return preset(self.name, **fields)

@@ -40,7 +40,8 @@ def check_switches(family: Family, config: TransformerConfig) -> None:
         theirs, ours = getattr(published, field.name), getattr(config, field.name)
         # An open switch differs where its value does not go with those of others.
         if field.name not in FREE_FIELDS and ours != theirs:
-            raise UserError(f"{family.name} has {field.name}={theirs}, not {ours}")
+            way = "" if family.preset is None else "; if it can, add it to Family.open_switches"
+            raise UserError(f"{family.name} has {field.name}={theirs}, not {ours}{way}")
     check_heads(family, config)
 
 

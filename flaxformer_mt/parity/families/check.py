@@ -43,15 +43,17 @@ SIZES: dict[Size, dict[str, int]] = {
 }
 
 # Heads whose width is not D / H.
+_T5_HEADS = {
+    # Within the toy sentences, distances reach every kind of bucket.
+    "head_dim": 5,
+    "relative_position_buckets": 8,
+    "relative_position_max_distance": 5,
+}
 _TOY_HEADS = {
     "jadore801120": {"head_dim": 5, "value_dim": 3},
     "annotated_wide_heads": {"head_dim": 5, "value_dim": 5},
-    # Within the toy sentences, distances reach every kind of bucket.
-    "t5": {
-        "head_dim": 5,
-        "relative_position_buckets": 8,
-        "relative_position_max_distance": 5,
-    },
+    "t5": _T5_HEADS,
+    "umt5": _T5_HEADS,
 }
 _DTYPES = ("dtype", "param_dtype")
 _SOURCE_LENGTH, _TARGET_LENGTH = 11, 9

@@ -1,10 +1,10 @@
 """References: the published Transformers in PyTorch, which our model must equal.
 
-They are written from the equations, except for `torch` (PyTorch's own module) and `marian`,
-`mbart`, `m2m100` and `t5` (those of Hugging Face). Parameters, buffers and modules have the
-published names: a state dict of the published code loads with `strict=True`. Constants of a
-publication (epsilons, layouts, masks, fixed dropout rates) are literals here instead of
-configuration fields, because they are what the comparison verifies.
+They are written from the equations, except for `torch` (PyTorch's own module) and those of Hugging
+Face: `marian`, `mbart`, `m2m100`, `pegasus`, `fsmt`, `t5` and `umt5`. Parameters, buffers and
+modules have the published names: a state dict of the published code loads with `strict=True`.
+Constants of a publication (epsilons, layouts, masks, fixed dropout rates) are literals here instead
+of configuration fields, because they are what the comparison verifies.
 
     reference = build("tunz", d_model=64, num_heads=8, source_vocab_size=100, ...)
     logits = reference(source, target_input)
@@ -21,14 +21,14 @@ would keep tables rounded to float32.
 """
 
 import dataclasses
-import importlib
-from types import ModuleType
+import importlib.util
 from typing import Any
 
 from torch import Tensor, nn, no_grad, randn_like
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError
+from flaxformer_mt.interop.formats.registration import REFERENCES
 from flaxformer_mt.parity.references.common import default_dtype as default_dtype
 from flaxformer_mt.parity.trace.module_values import Tap
 from flaxformer_mt.presets import FAMILIES, canonical_family, preset
@@ -62,14 +62,17 @@ def of_config(family: str, config: TransformerConfig, dtype: str, **options: Any
 
 def taps(family: str, config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
     """Returns the taps of a module like a family's reference; UserError if there is none."""
-    if canonical_family(family) not in FAMILIES:
-        raise UserError(f"{family} has no reference with known taps: give taps=...")
     return _module(family).taps(config, module)
 
 
-def _module(family: str) -> ModuleType:
+def _module(family: str) -> Any:
+    name = canonical_family(family)
+    if name in REFERENCES:
+        return REFERENCES[name]
+    if name not in FAMILIES or importlib.util.find_spec(f"{__name__}.{name}") is None:
+        raise UserError(f"{family} has no reference with known taps: give taps=...")
     try:
-        return importlib.import_module(f"{__name__}.{canonical_family(family)}")
+        return importlib.import_module(f"{__name__}.{name}")
     except ModuleNotFoundError as error:
         raise UserError(
             f"the reference of {family} needs {error.name}: pip install 'flaxformer_mt[parity]'"
@@ -84,7 +87,9 @@ def perturb(reference: nn.Module) -> nn.Module:
         vectors += [
             table.weight[table.padding_idx]
             for table in reference.modules()
-            if isinstance(table, nn.Embedding) and table.padding_idx is not None
+            if isinstance(table, nn.Embedding)
+            and table.padding_idx is not None
+            and table.weight.requires_grad
         ]
         for vector in vectors:
             vector.add_(0.1 * randn_like(vector))

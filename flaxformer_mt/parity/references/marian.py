@@ -6,7 +6,7 @@ decoder that starts from the padding token and hides nothing but the future.
 Source: https://github.com/huggingface/transformers (src/transformers/models/marian)
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -60,13 +60,20 @@ def build(config: TransformerConfig) -> nn.Module:
     model = with_our_forward(MarianMTModel)(MarianConfig(**settings("marian", config)))
     if config.tie_embeddings == "source_target":  # Without a tied output, only version 4 ties them.
         model.model.set_input_embeddings(model.model.shared)
-    # Always rounded to float32 by Hugging Face: nothing could agree with it to more digits.
+    return with_exact_positions(model, config)
+
+
+def with_exact_positions(model: Any, config: TransformerConfig) -> nn.Module:
+    """Computes the tables of sinusoids of a model in float64 anew, in place.
+
+    Hugging Face always rounds them to float32: nothing could agree with it to more digits.
+    """
     if torch.get_default_dtype() == torch.float64:
         table = _position_table(config.max_length, config.d_model)
         with torch.no_grad():
             for stack in (model.model.encoder, model.model.decoder):
                 stack.embed_positions.weight.copy_(table)
-    return model
+    return cast(nn.Module, model)
 
 
 def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:

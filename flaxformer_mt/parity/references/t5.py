@@ -6,6 +6,8 @@ distances, and in T5 1.1 a gated feed-forward network and an output of its own.
 Source: https://github.com/huggingface/transformers (src/transformers/models/t5)
 """
 
+from typing import Any, cast
+
 import torch
 from torch import Tensor, nn
 from transformers import T5Config, T5ForConditionalGeneration
@@ -28,17 +30,23 @@ class _WideNorm(T5LayerNorm):
 
 
 def build(config: TransformerConfig) -> nn.Module:
-    options = HUB_FAMILIES["t5"].settings(config, {}) | {"attn_implementation": "eager"}
-    model = with_our_forward(T5ForConditionalGeneration)(T5Config(**options))
+    return of_classes(config, "t5", T5Config, T5ForConditionalGeneration)
+
+
+def of_classes(config: TransformerConfig, family: str, settings: Any, published: Any) -> nn.Module:
+    """Builds the reference of a family like T5 with its classes of settings and of the model."""
+    options = HUB_FAMILIES[family].settings(config, {}) | {"attn_implementation": "eager"}
+    model = with_our_forward(published)(settings(**options))
     if not config.shares_target_and_output:
         shape = (config.target_vocab_size, config.d_model)
         model.lm_head.weight = nn.Parameter(torch.randn(shape) * config.d_model**-0.5)
     # Always float32 in Hugging Face: nothing could agree with it to more digits.
     if torch.get_default_dtype() == torch.float64:
+        kind = type(model.encoder.final_layer_norm)
         for module in model.modules():
-            if isinstance(module, T5LayerNorm):
+            if isinstance(module, kind):
                 module.__class__ = _WideNorm
-    return model
+    return cast(nn.Module, model)
 
 
 def taps(config: TransformerConfig, module: nn.Module) -> dict[str, Tap]:
