@@ -142,7 +142,7 @@ def another_constant(segment: Segment) -> Found:
                 return segment.changed({n: np.asarray(new) for n in together})
 
             solved = segment.solve(value, ours)
-            if solved is None and segment.residual(value(1.0)) <= segment.tolerance:
+            if solved is None and cause.endswith("scale"):
                 solved = 1.0  # Through a norm, the search may not find it.
             if solved is None:
                 continue
