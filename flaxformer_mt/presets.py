@@ -179,6 +179,7 @@ def torch(**overrides: Any) -> TransformerConfig:
     Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.Transformer.html and
     https://docs.pytorch.org/tutorials/beginner/translation_transformer.html
     """
+    check_choice("torch", overrides, "norm_position", ("post", "pre"))
     rate = overrides.get("dropout_rate", 0.1)
     values: dict[str, Any] = {
         "attention_dropout_rate": rate,
@@ -226,6 +227,7 @@ def fairseq(**overrides: Any) -> TransformerConfig:
 
     Source: https://github.com/facebookresearch/fairseq (fairseq/models/transformer)
     """
+    check_choice("fairseq", overrides, "norm_position", ("post", "pre"))
     check_choice("fairseq", overrides, "activation", ("relu", "gelu", "gelu_tanh"))
     check_choice("fairseq", overrides, "position_kind", ("sinusoidal", "learned", "none"))
     overrides = _special_tokens(overrides, pad_id=1, eos_id=2) | overrides
@@ -290,6 +292,7 @@ def mbart(**overrides: Any) -> TransformerConfig:
     Source: `MBartForConditionalGeneration` and `BartForConditionalGeneration`,
     https://huggingface.co/docs/transformers/model_doc/mbart; Liu et al. 2020.
     """
+    check_choice("mbart", overrides, "norm_position", ("pre", "post"))
     overrides = _special_tokens(overrides, pad_id=1, eos_id=2) | overrides
     values: dict[str, Any] = {
         "norm_position": "pre",
@@ -425,6 +428,40 @@ def umt5(**overrides: Any) -> TransformerConfig:
     return t5(**values | overrides)
 
 
+def t5gemma(**overrides: Any) -> TransformerConfig:
+    """Returns a T5Gemma model: Gemma 2 with an encoder, two norms in each sub-layer, no biases.
+
+    Both stacks have the same widths. Scores are divided by sqrt(K), as in all published models. The
+    embedding scale sqrt(D) is rounded to the compute dtype, as it is there. The published dropout
+    after the final norms is left out. Published initial values have standard deviation 0.02.
+
+    Source: `T5GemmaForConditionalGeneration`,
+    https://huggingface.co/docs/transformers/model_doc/t5gemma; Zhang et al. 2025.
+    """
+    check_choice("t5gemma", overrides, "tie_embeddings", ("target_output", "none"))
+    overrides = _special_tokens(overrides, pad_id=0, bos_id=2, eos_id=1) | overrides
+    values: dict[str, Any] = {
+        "dropout_rate": 0.0,
+        "activation_dropout_rate": overrides.get("dropout_rate", 0.0),
+        "norm_position": "both",
+        "norm_kind": "rms_offset",
+        "final_norm": True,
+        "qkv_bias": False,
+        "attention_output_bias": False,
+        "feed_forward_bias": False,
+        "feed_forward_gate": True,
+        "activation": "gelu_tanh",
+        "position_kind": "rotary",
+        "position_layout": "concatenated",
+        "attention_window": 4096,
+        "score_cap": 50.0,
+        "logit_cap": 30.0,
+        "tie_embeddings": "target_output",
+        "kernel_init": "normal",
+    }
+    return TransformerConfig(**values | overrides)
+
+
 def _special_tokens(overrides: dict[str, Any], **published: int) -> dict[str, Any]:
     return published if overrides.get("target_vocab_size") else {}
 
@@ -443,7 +480,7 @@ FAMILIES: dict[str, Callable[..., TransformerConfig]] = {
     published.__name__: published
     for published in (
         jadore801120, double_projection, annotated_wide_heads, annotated, tunz, torch, marian,
-        fairseq, opennmt, mbart, m2m100, pegasus, fsmt, t5, umt5,
+        fairseq, opennmt, mbart, m2m100, pegasus, fsmt, t5, umt5, t5gemma,
     )
 }  # fmt: skip
 """The preset of each family, by name."""

@@ -29,6 +29,7 @@ KINDS = {
     "mbart50": ("mbart", "fr_XX"),
     "bart": ("mbart", "<s>"),
     "fsmt": ("fsmt", None),
+    "t5gemma": ("t5gemma", None),
 }
 """The family of each kind, and the token that translations begin with."""
 
@@ -76,6 +77,19 @@ def _save_fsmt(texts, folder):
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
+def _gemma_tokenizer(texts, **settings):
+    learned = tokenizers.Tokenizer(tokenizers.models.BPE())
+    learned.normalizer = tokenizers.normalizers.Replace(" ", "\u2581")
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=200, special_tokens=special, show_progress=False
+    )
+    learned.train_from_iterator(texts, trainer)
+    model = json.loads(learned.to_str())["model"]
+    merges = [tuple(merge) for merge in model["merges"]]
+    return transformers.GemmaTokenizer(model["vocab"], merges, add_bos_token=True, **settings)
+
+
 def earlier(folder):
     """Returns the folder of the files that `tokenizer.json` was made from."""
     return folder.with_name(f"{folder.name}-earlier")
@@ -102,6 +116,8 @@ def save_tokenizer(kind, texts, folder, **settings):
     elif kind == "fsmt":
         _save_fsmt(texts, folder)
         made = transformers.FSMTTokenizer.from_pretrained(folder, **settings)
+    elif kind == "t5gemma":
+        made = _gemma_tokenizer(texts, **settings)
     elif kind == "byt5":
         made = transformers.ByT5Tokenizer(**settings)
     elif kind == "madlad":
@@ -165,6 +181,15 @@ def config(kind, size, **options):
         kinds = {"mt5": transformers.MT5Config, "umt5": transformers.UMT5Config}
         made = kinds.get(kind, transformers.T5Config)
         return made(**values | {"vocab_size": size} | options)
+    if kind == "t5gemma":
+        values = {
+            "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 6,
+            "query_pre_attn_scalar": 6, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "sliding_window": 4, "initializer_range": 0.3, "vocab_size": size,
+        }  # fmt: skip
+        layers = {side: options.pop(side, {}) for side in ("encoder", "decoder")}
+        stacks = {side: values | options | own for side, own in layers.items()}
+        return transformers.T5GemmaConfig(**stacks, initializer_range=0.3)
     values = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 1, "init_std": 0.3}
     for stack in ("encoder", "decoder"):
         values |= {f"{stack}_attention_heads": 2, f"{stack}_ffn_dim": 24}
@@ -197,6 +222,7 @@ def random_model(config, seed=0):
         "mbart": transformers.MBartForConditionalGeneration,
         "bart": transformers.BartForConditionalGeneration,
         "m2m_100": transformers.M2M100ForConditionalGeneration,
+        "t5gemma": transformers.T5GemmaForConditionalGeneration,
     }
     model = architectures[config.model_type](config).eval()
     if config.model_type == "mt5" or not getattr(config, "scale_decoder_outputs", True):
@@ -207,10 +233,14 @@ def random_model(config, seed=0):
                 parameter.add_(0.1 * torch.randn_like(parameter))
         if config.model_type == "fsmt":
             model.model.decoder.output_projection.weight[config.eos_token_id] *= 3
+        elif config.model_type == "t5gemma":
+            model.lm_head.out_proj.weight[config.eos_token_id] *= 3
         else:
             model.lm_head.weight[config.eos_token_id] *= 3
-    pad = config.pad_token_id
-    model.generation_config.update(bad_words_ids=[[pad]], num_beams=4, max_length=24)
+    never = [[config.pad_token_id]]
+    if config.model_type == "t5gemma":  # Our search never chooses the start token.
+        never.append([config.decoder.bos_token_id])
+    model.generation_config.update(bad_words_ids=never, num_beams=4, max_length=24)
     return model
 
 

@@ -58,8 +58,12 @@ CHANGES = {
     "embedding_dropout_rate": [{"embedding_dropout_rate": 0.3}],
     "attention_dropout_rate": [{"attention_dropout_rate": 0.35}],
     "activation_dropout_rate": [{"activation_dropout_rate": 0.4}],
-    "norm_position": [{"norm_position": "pre"}],
-    "norm_kind": [{"norm_kind": "unbiased_std", "norm_epsilon": 1e-6}, {"norm_kind": "rms"}],
+    "norm_position": [{"norm_position": "pre"}, {"norm_position": "both"}],
+    "norm_kind": [
+        {"norm_kind": "unbiased_std", "norm_epsilon": 1e-6},
+        {"norm_kind": "rms"},
+        {"norm_kind": "rms_offset"},
+    ],
     "norm_epsilon": [{"norm_epsilon": 0.01, "norm_kind": "layer_norm"}],
     "embedding_norm": [{"embedding_norm": True}],
     "embedding_bias": [{"embedding_bias": True}],
@@ -88,6 +92,7 @@ CHANGES = {
     "attention_kind": [{"attention_kind": "sharper"}],
     "feed_forward_kind": [{"feed_forward_kind": "wider"}],
     "scale_scores": [{"scale_scores": False}],
+    "attention_window": [{"attention_window": 3}],
     "query_key_norm": [{"query_key_norm": True}, {"query_key_norm": True, "norm_kind": "rms"}],
     "score_cap": [{"score_cap": 1.5}],
     "logit_cap": [{"logit_cap": 2.0}],
@@ -133,14 +138,22 @@ WITHOUT_PRODUCTS = NOT_COMPUTED | {
     "output_bias", "activation", "position_kind", "position_layout", "position_exponent",
     "position_base", "position_offset", "relative_position_buckets",
     "relative_position_max_distance", "relative_position_sharing", "max_length",
-    "attention_kind", "feed_forward_kind", "query_key_norm", "score_cap", "logit_cap",
-    "scale_scores", "scale_embeddings", "scale_logits", "tie_embeddings",
+    "attention_kind", "feed_forward_kind", "attention_window", "query_key_norm", "score_cap",
+    "logit_cap", "scale_scores", "scale_embeddings", "scale_logits", "tie_embeddings",
     "zero_pad_embeddings", "mask_target_padding", "pad_id", "bos_id", "eos_id",
 }  # fmt: skip
 """Fields that do not change the FLOPs: more heads of a model of the same width are narrower."""
 TOLD = {"num_heads", "max_length", "pad_id", "bos_id", "eos_id"}
 """Fields that a user tells `interop.load`, besides the switches of a family."""
-NOT_FUSED = {"value_dim", "dtype", "param_dtype", "has_inputs", "attention_kind", "score_cap"}
+NOT_FUSED = {
+    "value_dim",
+    "dtype",
+    "param_dtype",
+    "has_inputs",
+    "attention_kind",
+    "score_cap",
+    "attention_window",
+}
 """Fields with values that the kernels refuse, and those that do not concern them."""
 
 

@@ -21,6 +21,7 @@ CHARACTERISTIC = {
     "pegasus": {"norm_position": "pre", "position_layout": "concatenated", "output_bias": True},
     "fsmt": {"position_exponent": "tensor2tensor", "tie_embeddings": "target_output"},
     "umt5": {"relative_position_sharing": "layer", "feed_forward_gate": True},
+    "t5gemma": {"norm_kind": "rms_offset", "norm_position": "both", "attention_window": 4096},
     "t5": {"norm_kind": "rms", "scale_scores": False, "train_pad_embedding": True},
 }
 
@@ -118,6 +119,7 @@ def test_dropout_sites_follow_the_rate_where_the_source_does():
         "fsmt": (0.0, 0.0),
         "t5": (0.3, 0.3),
         "umt5": (0.3, 0.3),
+        "t5gemma": (0.0, 0.3),
     }
 
 

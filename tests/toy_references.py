@@ -156,6 +156,9 @@ def _hub() -> dict[str, Variant]:
     # Within the toy sentences, distances reach every kind of bucket.
     t5 = {"relative_position_buckets": 8, "head_dim": 5}
     distance = {"relative_position_max_distance": 5}
+    # Shorter than the toy sentences.
+    window, grouped = {"attention_window": 2}, {"num_kv_heads": 2, "head_dim": 6}
+    plain = {"attention_window": 0, "score_cap": 0.0, "logit_cap": 0.0}
     gated = {
         "feed_forward_gate": True,
         "activation": "gelu_tanh",
@@ -178,6 +181,10 @@ def _hub() -> dict[str, Variant]:
             "fsmt", ONE_VOCABULARY | {"max_length": 20, "tie_embeddings": "all"}
         ),
         "pegasus": Variant("pegasus", ONE_VOCABULARY | {"max_length": 20}),
+        "t5gemma": Variant("t5gemma", grouped | window, window),
+        "t5gemma_untied_uncapped": Variant(
+            "t5gemma", grouped | plain | {"tie_embeddings": "none"}, plain
+        ),
     }
 
 

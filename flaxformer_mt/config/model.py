@@ -72,14 +72,16 @@ class TransformerConfig(Checked):
     activation_dropout_rate: float = option(0.0, FieldRole.TRAINING, lowest=0, highest=0.99)
     """Dropout rate inside the feed-forward network, after the activation."""
 
-    norm_position: Literal["post", "pre"] = option("post", FieldRole.ARCHITECTURE)
-    """post: norm(x + f(x)), as in the paper; pre: x + f(norm(x))."""
-    norm_kind: Literal["layer_norm", "unbiased_std", "rms"] = option(
+    norm_position: Literal["post", "pre", "both"] = option("post", FieldRole.ARCHITECTURE)
+    """post: norm(x + f(x)), as in the paper; pre: x + f(norm(x)); both: x + norm(f(norm(x))), with
+    two norms (Gemma 2)."""
+    norm_kind: Literal["layer_norm", "unbiased_std", "rms", "rms_offset"] = option(
         "layer_norm", FieldRole.ARCHITECTURE
     )
     """layer_norm: divides by sqrt(biased variance + epsilon); unbiased_std: divides by (standard
     deviation with n - 1) + epsilon; rms: divides by sqrt(mean square + epsilon), without
-    subtracting the mean or adding a bias (Zhang and Sennrich 2019)."""
+    subtracting the mean or adding a bias (Zhang and Sennrich 2019); rms_offset: the same, then
+    multiplies by 1 + scale instead of scale (Gemma)."""
     norm_epsilon: float = option(1e-6, FieldRole.ARCHITECTURE, lowest=0, limit=1)
     """Epsilon of the norms."""
     embedding_norm: bool = option(False, FieldRole.ARCHITECTURE)
@@ -148,6 +150,10 @@ class TransformerConfig(Checked):
     scale_scores: bool = option(True, FieldRole.ARCHITECTURE)
     """Divide the scores of attention by sqrt(K). Without it, as in T5, the initial values of the
     query projection are divided by sqrt(K) instead."""
+    attention_window: int = option(0, FieldRole.ARCHITECTURE, lowest=0, limit=MAX_LENGTH)
+    """w: in every second layer of a stack, from the first on, self-attention sees only tokens that
+    are near: in the encoder at most w away, in the decoder the last w, the query's own token
+    included (Gemma 2); 0 = all tokens in every layer."""
     query_key_norm: bool = option(False, FieldRole.SHAPES, FieldRole.ARCHITECTURE)
     """Normalize the queries and the keys of each head, with a norm of norm_kind whose scale [K] the
     heads share, before rotary rotates them (Henry et al. 2020; Dehghani et al. 2023)."""
@@ -253,21 +259,23 @@ class TransformerConfig(Checked):
         Registered classes of layers count as the built-in ones.
         """
         width, has_inputs = self.d_model, self.has_inputs
-        norm = width * (1 if self.norm_kind == "rms" else 2)
+        per_feature = 2 if self.norm_has_bias else 1
+        norm = width * per_feature
+        of_sublayer = norm * (2 if self.norm_position == "both" else 1)
         queries, keys = (heads * self.key_width for heads in (self.num_heads, self.kv_heads))
         contexts, values = (heads * self.value_width for heads in (self.num_heads, self.kv_heads))
         attention = sum(_dense(width, x, self.qkv_bias) for x in (queries, keys, values))
         attention += _dense(contexts, width, self.attention_output_bias)
         if self.query_key_norm:
-            attention += 2 * self.key_width * (1 if self.norm_kind == "rms" else 2)
+            attention += 2 * self.key_width * per_feature
         feed_forward = _dense(width, self.d_ff, self.feed_forward_bias)
         feed_forward *= 1 + self.feed_forward_gate
         feed_forward += _dense(self.d_ff, width, self.feed_forward_bias)
         recurrence = _dense(width, width, False) + _dense(width, width, True)
 
-        encoder_layer = attention + feed_forward + 2 * norm
+        encoder_layer = attention + feed_forward + 2 * of_sublayer
         decoder_layer = feed_forward + (recurrence if self.decoder_kind == "ssru" else attention)
-        decoder_layer += 2 * norm + (attention + norm if has_inputs else 0)
+        decoder_layer += 2 * of_sublayer + (attention + of_sublayer if has_inputs else 0)
         stacks = [(self.num_decoder_layers, decoder_layer)] if self.has_targets else []
         if has_inputs:
             stacks.append((self.num_encoder_layers, encoder_layer))
@@ -289,6 +297,11 @@ class TransformerConfig(Checked):
         if not self.shares_target_and_output:
             total += self.target_vocab_size * width
         return total + self.target_vocab_size * self.output_bias
+
+    @property
+    def norm_has_bias(self) -> bool:
+        """Whether norms subtract the mean and add a bias."""
+        return self.norm_kind in ("layer_norm", "unbiased_std")
 
     @property
     def kv_heads(self) -> int:

@@ -56,11 +56,15 @@ MODEL: tuple[Relation, ...] = (
         "{attention_backend} does not cap scores, as {score_cap} asks: use auto or einsum",
     ),
     (
+        lambda c: c.attention_window and c.attention_backend not in ("auto", "einsum"),
+        "{attention_backend} has no windows, as {attention_window} asks: use auto or einsum",
+    ),
+    (
         lambda c: not c.is_dot_product and c.attention_backend not in ("auto", "einsum"),
         "{attention_backend} computes dot products only, not {attention_kind}: use auto or einsum",
     ),
     (
-        lambda c: c.norm_position == "pre" and c.norm_backend == "pallas_gpu",
+        lambda c: c.norm_position != "post" and c.norm_backend == "pallas_gpu",
         "{norm_backend} computes norm(x + f(x)), which a model with {norm_position} does not have: "
         "use auto or xla",
     ),
@@ -87,6 +91,11 @@ MODEL: tuple[Relation, ...] = (
             c.decoder_kind == "ssru" and c.position_kind in ("rotary", "alibi", "t5_relative")
         ),
         "{position_kind} acts in self-attention, which a decoder with {decoder_kind} does not have",
+    ),
+    (
+        lambda c: c.decoder_kind == "ssru" and c.attention_window,
+        "{attention_window} is for self-attention, which a decoder with {decoder_kind} does not "
+        "have",
     ),
     (
         lambda c: c.parameter_count > MAX_PARAMETERS,

@@ -16,6 +16,7 @@ _CTRANSLATE2_VALUES = {
     "has_targets": (True,),
     "embedding_bias": (False,),
     "decoder_kind": ("attention",),
+    "norm_position": ("post", "pre"),
     "norm_kind": ("layer_norm", "unbiased_std", "rms"),
     "activation": ("relu", "gelu", "gelu_tanh", "silu"),
     "position_kind": ("sinusoidal", "learned", "rotary", "alibi", "t5_relative", "none"),
@@ -23,7 +24,7 @@ _CTRANSLATE2_VALUES = {
 # ... and the other fields of the mathematics, of which it can hold all values. A field that is in
 # none of these sets is new, and `ctranslate2_spec` does not know it.
 _CTRANSLATE2_FIELDS = validation.FREE_FIELDS | frozenset({
-    "norm_position", "norm_epsilon", "embedding_norm", "final_norm",
+    "norm_epsilon", "embedding_norm", "final_norm",
     "qkv_bias", "attention_output_bias", "feed_forward_bias", "output_bias",
     "feed_forward_gate", "scale_scores", "train_pad_embedding",
     "position_layout", "position_exponent", "position_base", "position_offset",

@@ -23,8 +23,9 @@ from flaxformer_mt.model.numerics import Dropout, at_least_float32
 from flaxformer_mt.model.positions import (
     AttentionPositions,
     bias_and_transform,
+    of_stack,
     position_bias,
-    with_shared_bias,
+    within,
 )
 from flaxformer_mt.model.recurrence import SSRU
 from flaxformer_mt.model.registry import Class, Registry
@@ -118,15 +119,20 @@ def register_feed_forward(name: str) -> Callable[[Class], Class]:
 class _Layer(nn.Module):
     config: TransformerConfig
 
+    def _create_norms(self, sublayer: str) -> None:
+        names = ["norm", *["output_norm"] * (self.config.norm_position == "both")]
+        for name in names:
+            setattr(self, f"{sublayer}_{name}", Norm(self.config))
+
     def _create_self_attention(self, *, bidirectional: bool) -> None:
         c = self.config
         self.self_attention = ATTENTION.of(c.attention_kind)(c)
-        self.self_attention_norm = Norm(c)
+        self._create_norms("self_attention")
         self.position_bias = position_bias(c, bidirectional=bidirectional, shared=False)
 
     def _create_feed_forward(self) -> None:
         self.feed_forward = FEED_FORWARD.of(self.config.feed_forward_kind)(self.config)
-        self.feed_forward_norm = Norm(self.config)
+        self._create_norms("feed_forward")
         self.dropout = Dropout(self.config.dropout_rate)
 
     def _attend_to_itself(
@@ -134,16 +140,19 @@ class _Layer(nn.Module):
         x: Array,
         mask: Mask,
         positions: AttentionPositions | None,
+        is_local: Array | None,
         deterministic: bool,
         return_attention: bool,
     ) -> tuple[Array | NormOutputs, Array | None]:
+        mask = within(mask, positions, is_local)
+
         def attend(y: Array, add_bias: bool) -> tuple[Array | Biased, Array | None]:
             bias, transform = bias_and_transform(self.config, positions, self.position_bias)
             return self.self_attention(
                 y, y, mask, deterministic, bias, transform, return_attention, add_bias
             )
 
-        return self._residual(x, attend, self.self_attention_norm, deterministic)
+        return self._residual(x, attend, "self_attention", deterministic)
 
     def _feed_forward(self, x: Array | NormOutputs, mask: Mask, deterministic: bool) -> Array:
         is_token = mask.is_token if isinstance(mask, Visibility) else None
@@ -151,11 +160,12 @@ class _Layer(nn.Module):
         def feed_forward(y: Array, add_bias: bool) -> tuple[Array | Biased, None]:
             return self.feed_forward(y, deterministic, add_bias, is_token), None
 
-        y, _ = self._residual(x, feed_forward, self.feed_forward_norm, deterministic, is_last=True)
+        y, _ = self._residual(x, feed_forward, "feed_forward", deterministic, is_last=True)
         return constrain(y, "batch", "length", "embed")
 
-    def _residual(self, x, sublayer, norm, deterministic, is_last=False):
-        return residual(x, sublayer, norm, self.dropout, deterministic, is_last)
+    def _residual(self, x, sublayer, name, deterministic, is_last=False):
+        norms = getattr(self, f"{name}_norm"), getattr(self, f"{name}_output_norm", None)
+        return residual(x, sublayer, *norms, self.dropout, deterministic, is_last)
 
 
 class EncoderLayer(_Layer):
@@ -170,10 +180,13 @@ class EncoderLayer(_Layer):
         x: Float[Array, "B S D"],
         mask: Mask,
         positions: AttentionPositions | None,
+        is_local: Bool[Array, ""] | None,
         deterministic: bool,
         return_attention: bool,
     ) -> tuple[Float[Array, "B S D"], Float[Array, "B H S S"] | None]:
-        y, weights = self._attend_to_itself(x, mask, positions, deterministic, return_attention)
+        y, weights = self._attend_to_itself(
+            x, mask, positions, is_local, deterministic, return_attention
+        )
         return self._feed_forward(y, mask, deterministic), weights if return_attention else None
 
 
@@ -188,12 +201,12 @@ class DecoderLayer(_Layer):
         c = self.config
         if c.decoder_kind == "ssru":
             self.recurrence = SSRU(c)
-            self.recurrence_norm = Norm(c)
+            self._create_norms("recurrence")
         else:
             self._create_self_attention(bidirectional=False)
         if c.has_inputs:
             self.cross_attention = ATTENTION.of(c.attention_kind)(c)
-            self.cross_attention_norm = Norm(c)
+            self._create_norms("cross_attention")
         self._create_feed_forward()
 
     def project_encoded(self, encoded: Array) -> tuple[Array, KeyValue]:
@@ -206,6 +219,7 @@ class DecoderLayer(_Layer):
         self_mask: Mask,
         cross_mask: Mask,
         positions: AttentionPositions | None,
+        is_local: Bool[Array, ""] | None,
         deterministic: bool,
         return_attention: bool | Literal["cross"],
     ) -> tuple[Float[Array, "B T D"], tuple[Array | None, Array | None] | None]:
@@ -221,10 +235,10 @@ class DecoderLayer(_Layer):
         y: Array | NormOutputs
         self_weights: Array | None
         if self.config.decoder_kind == "ssru":
-            y, self_weights = self._residual(x, recur, self.recurrence_norm, deterministic)
+            y, self_weights = self._residual(x, recur, "recurrence", deterministic)
         else:
             y, self_weights = self._attend_to_itself(
-                x, self_mask, positions, deterministic, return_attention is True
+                x, self_mask, positions, is_local, deterministic, return_attention is True
             )
         x, cross_weights = self._after_self_attention(
             y, encoded, self_mask, cross_mask, deterministic, bool(return_attention)
@@ -242,6 +256,7 @@ class DecoderLayer(_Layer):
         visible: Bool[Array, "B 1 NW PW"],
         cross_mask: Bool[Array, "B 1 1 S"] | None,
         positions: AttentionPositions | None,
+        is_local: Bool[Array, ""] | None,
     ) -> tuple[Float[Array, "B NW D"], LayerState, Float[Array, "B H NW S"] | None]:
         """Maps N tokens of W hypotheses per sentence, which share the keys of cross-attention."""
 
@@ -253,13 +268,14 @@ class DecoderLayer(_Layer):
             bias, transform = bias_and_transform(self.config, positions, self.position_bias)
             new = self.self_attention.project(y, transform)
             cache = cast(KeyValueCache, state).append(new, token_positions)
+            mask = within(visible, positions, is_local)
             attended = cache.joined()
-            return self.self_attention(y, attended, visible, True, bias, transform)[0], cache
+            return self.self_attention(y, attended, mask, True, bias, transform)[0], cache
 
         if self.config.decoder_kind == "ssru":
-            x, state = self._residual(x, recur, self.recurrence_norm, True)
+            x, state = self._residual(x, recur, "recurrence", True)
         else:
-            x, state = self._residual(x, attend, self.self_attention_norm, True)
+            x, state = self._residual(x, attend, "self_attention", True)
         # Hypotheses are on the time axis: all of them attend to the same source.
         x, cross_weights = self._after_self_attention(x, cross, None, cross_mask, True, True)
         return x, state, cross_weights
@@ -286,9 +302,7 @@ class DecoderLayer(_Layer):
                     add_bias=add_bias,
                 )
 
-            x, weights = self._residual(
-                x, attend_to_encoded, self.cross_attention_norm, deterministic
-            )
+            x, weights = self._residual(x, attend_to_encoded, "cross_attention", deterministic)
 
         # The mask of a recurrent unit does not tell tokens from padding.
         mask = self_mask if isinstance(self_mask, Visibility) else cross_mask
@@ -300,28 +314,32 @@ class _Stack(nn.Module):
 
     config: TransformerConfig
 
-    def _create(
-        self,
-        layer: type[nn.Module],
-        num_layers: int,
-        methods: dict[str, Any],
-        *,
-        bidirectional: bool,
-    ) -> None:
+    bidirectional = True
+
+    def _create(self, layer: type[nn.Module], num_layers: int, methods: dict[str, Any]) -> None:
         c = self.config
         if c.embedding_bias:
             dtype = jnp.dtype(c.param_dtype)
             self.bias = self.param("bias", nn.initializers.zeros, (c.d_model,), dtype)
         if c.embedding_norm:
             self.embedding_norm = Norm(c)
-        self.position_bias = position_bias(c, bidirectional=bidirectional, shared=True)
+        self.position_bias = position_bias(c, bidirectional=self.bidirectional, shared=True)
         self.layers = stack(layer, c, num_layers, methods)
+        self.num_layers = num_layers
         if c.final_norm:
             self.final_norm = Norm(c)
 
     def _below(self, x: Array) -> Array:
         x = x + self.bias.astype(x.dtype) if self.config.embedding_bias else x
         return self.embedding_norm(x) if self.config.embedding_norm else x
+
+    def _of_stack(
+        self, positions: AttentionPositions | None
+    ) -> tuple[AttentionPositions | None, Array | None]:
+        """Returns the inputs of all layers, and for each layer whether it has a window, [L]."""
+        window = self.config.attention_window
+        found = of_stack(positions, self.position_bias, window, bidirectional=self.bidirectional)
+        return found, jnp.arange(self.num_layers) % 2 == 0 if window else None
 
     def _above(self, x: Array) -> Array:
         x = self.final_norm(x) if self.config.final_norm else x
@@ -332,8 +350,8 @@ class Encoder(_Stack):
     """A stack of `num_encoder_layers` layers."""
 
     def setup(self) -> None:
-        methods = {"__call__": (nn.broadcast,) * 4}
-        self._create(EncoderLayer, self.config.num_encoder_layers, methods, bidirectional=True)
+        methods = {"__call__": (nn.broadcast, nn.broadcast, 0, nn.broadcast, nn.broadcast)}
+        self._create(EncoderLayer, self.config.num_encoder_layers, methods)
 
     def __call__(
         self,
@@ -346,17 +364,20 @@ class Encoder(_Stack):
     ) -> tuple[Float[Array, "B S D"], Float[Array, "L B H S S"] | None]:
         """Encodes embedded tokens; also returns the attention of all layers, if requested."""
         x = self._below(x)
-        positions = with_shared_bias(positions, self.position_bias)
-        x, weights = self.layers(x, mask, positions, deterministic, return_attention)
+        positions, is_local = self._of_stack(positions)
+        x, weights = self.layers(x, mask, positions, is_local, deterministic, return_attention)
         return self._above(x), weights
 
 
 class Decoder(_Stack):
     """A stack of `num_decoder_layers` layers, for whole targets or few tokens per call."""
 
+    bidirectional = False
+
     def setup(self) -> None:
-        methods = {"__call__": (nn.broadcast,) * 6, "project_encoded": ()}
-        self._create(DecoderLayer, self.config.num_decoder_layers, methods, bidirectional=False)
+        axes = (*(nn.broadcast,) * 4, 0, nn.broadcast, nn.broadcast)
+        methods = {"__call__": axes, "project_encoded": ()}
+        self._create(DecoderLayer, self.config.num_decoder_layers, methods)
 
     def project_encoded(self, encoded: Array) -> KeyValue:
         return self.layers.project_encoded(encoded)[1]  # [L, B, G, S, K]
@@ -385,13 +406,14 @@ class Decoder(_Stack):
           The outputs, and the weights of self-attention (None for recurrent units) and
           cross-attention, if requested.
         """
-        positions = with_shared_bias(positions, self.position_bias)
+        positions, is_local = self._of_stack(positions)
         x, weights = self.layers(
             self._below(x),
             encoded,
             self_mask,
             cross_mask,
             positions,
+            is_local,
             deterministic,
             return_attention,
         )
@@ -422,7 +444,7 @@ class Decoder(_Stack):
           cross-attention weights, or None without inputs.
         """
         x = self._below(x)
-        positions = with_shared_bias(positions, self.position_bias)
+        positions, is_local = self._of_stack(positions)
         layer = DecoderLayer(self.config, parent=None)
 
         @jax.jit  # The layers share one trace.
@@ -432,9 +454,11 @@ class Decoder(_Stack):
         new_states = []
         cross_weights = None
         all_variables = layer_variables(self.layers, len(states))
-        for variables, layer_cross, state in zip(all_variables, cross, states, strict=True):
-            x, state, cross_weights = step(
-                variables, x, layer_cross, state, token_positions, visible, cross_mask, positions
-            )
+        flags = [None] * len(states) if is_local is None else is_local
+        shared = token_positions, visible, cross_mask, positions
+        for variables, layer_cross, state, flag in zip(
+            all_variables, cross, states, flags, strict=True
+        ):
+            x, state, cross_weights = step(variables, x, layer_cross, state, *shared, flag)
             new_states.append(state)
         return self._above(x), tuple(new_states), cross_weights

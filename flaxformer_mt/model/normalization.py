@@ -88,7 +88,7 @@ def rms_norm(
 
 
 class Norm(nn.Module):
-    """A norm of the kind `config.norm_kind`, with a learned scale [D] and, unless rms, bias [D].
+    """A norm of the kind `config.norm_kind`, with a learned scale [D] and, unless RMS, bias [D].
 
     D is the width of the model, or `width` if it is not 0.
     """
@@ -99,8 +99,10 @@ class Norm(nn.Module):
     def setup(self) -> None:
         c = self.config
         shape, dtype = (self.width or c.d_model,), jnp.dtype(c.param_dtype)
-        self.scale = self.param("scale", nn.initializers.ones, shape, dtype)
-        if c.norm_kind != "rms":
+        is_offset = c.norm_kind == "rms_offset"
+        init = nn.initializers.zeros if is_offset else nn.initializers.ones
+        self.scale = self.param("scale", init, shape, dtype)
+        if c.norm_has_bias:
             self.bias = self.param("bias", nn.initializers.zeros, shape, dtype)
 
     def __call__(self, x: Array) -> Array:
@@ -109,7 +111,8 @@ class Norm(nn.Module):
         self.sow("intermediates", "input", x)
         dtype = at_least_float32(x.dtype)
         rows, scale = x.reshape(-1, x.shape[-1]).astype(dtype), self.scale.astype(dtype)
-        if c.norm_kind == "rms":
+        if not c.norm_has_bias:
+            scale = 1 + scale if c.norm_kind == "rms_offset" else scale
             y = rms_norm(rows, scale, c.norm_epsilon)
         else:
             normalize = layer_norm if c.norm_kind == "layer_norm" else unbiased_std_norm
@@ -171,6 +174,7 @@ def residual(
     x: Array | NormOutputs,
     sublayer: Callable[[Array, bool], tuple[Any, Any]],
     norm: Norm,
+    output_norm: Norm | None,
     dropout: Dropout,
     deterministic: bool,
     is_last: bool = False,
@@ -178,15 +182,16 @@ def residual(
     """Applies a sub-layer f with its residual: norm(x + f(x)) or x + f(norm(x)).
 
     The configuration of the norm says which: "post" (Vaswani et al. 2017, section 3.1) or "pre"
-    (its published code).
+    (its published code). With "both", `output_norm` normalizes the output of f.
 
     The sub-layer is called as f(x, add_bias). It returns its output, or a `Biased` if not
     `add_bias`, and a second result of any kind, which is returned, too. The output [B, T, D] can be
     a `NormOutputs`, unless the sub-layer `is_last` of its layer.
     """
     x, beside = x if isinstance(x, NormOutputs) else (x, x)
-    if norm.config.norm_position == "pre":
+    if norm.config.norm_position != "post":
         y, extra = sublayer(norm(x), True)
+        y = y if output_norm is None else output_norm(y)
         return beside + dropout(y, deterministic=deterministic), extra
     is_fused = not deterministic and norm.fuses(x)
     y, extra = sublayer(x, not is_fused)

@@ -7,7 +7,7 @@ rotate its queries and keys; cross-attention has neither. `POSITION_KINDS` lists
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +20,7 @@ from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.model.linear import embedding_init
 from flaxformer_mt.model.logical_axes import constrain
 from flaxformer_mt.model.lookup import look_up_positions
+from flaxformer_mt.model.masks import Mask, dense_mask
 from flaxformer_mt.model.numerics import at_least_float32
 from flaxformer_mt.model.position_biases import AlibiBias, RelativeBias
 
@@ -214,6 +215,8 @@ class AttentionPositions:
     positions of the new keys; None if nothing is rotated."""
     bias: Array | None = None
     """[B, H, T, S], or [1, H, T, S]: the bias that all layers of the stack share, if they do."""
+    near: Array | None = None
+    """bool [B, 1, T, S]: the keys within `config.attention_window`, if there is one."""
 
 
 def attention_positions(
@@ -224,7 +227,7 @@ def attention_positions(
 ) -> AttentionPositions | None:
     """Prepares positions below `length` for all layers; None if attention does not need them."""
     kind = POSITION_KINDS[config.position_kind]
-    if not kind.acts_in_attention:
+    if not kind.acts_in_attention and not config.attention_window:
         return None
     angles = rotations(config, queries, length) if kind.rotates else None
     return AttentionPositions(queries, keys, angles)
@@ -238,13 +241,29 @@ def position_bias(config: TransformerConfig, *, bidirectional: bool, shared: boo
     return None if bias is None or shared != is_shared else bias(config, bidirectional)
 
 
-def with_shared_bias(
-    positions: AttentionPositions | None, module: Bias | None
+def of_stack(
+    positions: AttentionPositions | None, module: Bias | None, window: int, *, bidirectional: bool
 ) -> AttentionPositions | None:
-    """Adds the bias of a stack, which `module` computes, to the inputs of its layers."""
-    if positions is None or module is None:
-        return positions
-    return dataclasses.replace(positions, bias=module(positions.queries, positions.keys))
+    """Adds what the layers of a stack share: the bias that `module` computes, and the window."""
+    if positions is None:
+        return None
+    queries, keys = positions.queries, positions.keys
+    bias = None if module is None else module(queries, keys)
+    near = None
+    if window:
+        distance = (queries[:, :, None] - keys[:, None, :])[:, None]
+        # As in transformers, where only the decoder's window counts the query's own token.
+        near = jnp.abs(distance) <= window if bidirectional else distance < window
+    return dataclasses.replace(positions, bias=bias, near=near)
+
+
+def within(mask: Mask, positions: AttentionPositions | None, is_local: Array | None) -> Mask:
+    """Hides keys outside the window, if there is one, in a layer that `is_local`, bool []."""
+    if positions is None or positions.near is None:
+        return mask
+    near = positions.near | ~cast(Array, is_local)
+    dense = dense_mask(mask)
+    return near if dense is None else dense & near
 
 
 def bias_and_transform(

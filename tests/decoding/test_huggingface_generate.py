@@ -40,7 +40,16 @@ def random_hub_pair(seed, kind=None):
     size, layers = draw.randint(30, 60), [draw.randint(1, 3) for _ in range(2)]
     width = 4 * draw.randint(2, 8)
     options = {"d_model": width}
-    if kind in ("t5", "flan", "mt5", "umt5", "madlad"):
+    if kind == "t5gemma":
+        groups, head = draw.choice([1, 2]), draw.choice([4, 6, 8])
+        options = {
+            "hidden_size": width, "intermediate_size": draw.randint(9, 40), "head_dim": head,
+            "num_attention_heads": groups * draw.choice([1, 2]), "num_key_value_heads": groups,
+            "sliding_window": draw.randint(2, 5), "query_pre_attn_scalar": head,
+            "encoder": {"num_hidden_layers": layers[0]},
+            "decoder": {"num_hidden_layers": layers[1]},
+        }  # fmt: skip
+    elif kind in ("t5", "flan", "mt5", "umt5", "madlad"):
         options |= {
             "d_kv": draw.randint(3, 9), "d_ff": draw.randint(9, 40),
             "num_layers": layers[0], "num_decoder_layers": layers[1],
@@ -88,8 +97,8 @@ def assert_searches_agree(pair, description, searches, seed):
         assert len(lines) <= 1
 
 
-@pytest.mark.slow_except("0-umt5")
-@pytest.mark.parametrize("kind", ["umt5", "pegasus", "madlad", "fsmt"])
+@pytest.mark.slow_except("0-umt5", "0-t5gemma")
+@pytest.mark.parametrize("kind", ["umt5", "pegasus", "madlad", "fsmt", "t5gemma"])
 @pytest.mark.parametrize("seed", range(20))
 def test_random_models_of_a_kind_find_the_same(kind, seed):
     assert_searches_agree(*random_hub_pair(seed, kind), SEARCHES[seed % 2 * 2 :][:1], seed)

@@ -51,7 +51,7 @@ def by_their_script(folder, tokenizer, sentences, first):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", hub_models.KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in hub_models.KINDS if kind != "t5gemma"])
 def test_translations_are_ours(kind, tmp_path, usual_optimizations):
     _, theirs = hub_models.save(kind, [*PHRASES.sources, *PHRASES.targets], tmp_path / "hub")
     bundle = bundle_of(kind, tmp_path / "hub")

@@ -36,6 +36,7 @@ KINDS = {
     "rotary": {"position_kind": "rotary"},
     "t5_relative": {"position_kind": "t5_relative", "num_kv_heads": 1},
     "alibi": {"position_kind": "alibi"},
+    "window": {"position_kind": "rotary", "attention_window": 2},
     "learned": {"position_kind": "learned", "max_length": 12},
     "ssru": {"decoder_kind": "ssru"},
 }

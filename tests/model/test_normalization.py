@@ -75,7 +75,9 @@ def test_norm_keeps_the_dtype_of_its_input(dtype):
     assert variables["params"]["scale"].dtype == jnp.float32
 
 
-@pytest.mark.parametrize(("position", "expected"), [("post", 2 + 60 + 1), ("pre", 2 + 90)])
+@pytest.mark.parametrize(
+    ("position", "expected"), [("post", 2 + 60 + 1), ("pre", 2 + 90), ("both", 2 + 100)]
+)
 def test_residual_places_the_norm(position, expected):
     class AddOne(Norm):
         def __call__(self, x):
@@ -90,4 +92,8 @@ def test_residual_places_the_norm(position, expected):
         return 10 * x
 
     norm = AddOne(TransformerConfig(norm_position=position, norm_backend="xla"))
-    assert residual(2, sublayer, norm, dropout, deterministic=False) == (expected, "extra")
+    of_output = norm if position == "both" else None
+    assert residual(2, sublayer, norm, of_output, dropout, deterministic=False) == (
+        expected,
+        "extra",
+    )

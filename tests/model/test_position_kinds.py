@@ -43,6 +43,7 @@ TINY = TransformerConfig(
 KINDS = {
     "rotary": {"position_kind": "rotary"},
     "rotary, concatenated": {"position_kind": "rotary", "position_layout": "concatenated"},
+    "window": {"position_kind": "rotary", "attention_window": 2},
     "alibi": {"position_kind": "alibi"},
     "t5_relative": {"position_kind": "t5_relative"},
     "t5_relative, by layer": {

@@ -105,6 +105,14 @@ def test_one_parameter_layout_runs_as_a_loop_and_unrolled():
     )
 
 
+def test_the_scale_of_embeddings_has_their_dtype():
+    config = dataclasses.replace(TINY, dtype="bfloat16")
+    table = jnp.asarray(np.random.default_rng(0).normal(size=(23, 12)), jnp.float32)
+    found = Embedding(config, 23).apply({"params": {"embedding": table}}, SOURCE)
+    expected = table[SOURCE].astype(jnp.bfloat16) * jnp.bfloat16(12**0.5)
+    chex.assert_trees_all_equal(found, expected)
+
+
 def test_without_segments_padding_does_not_matter():
     model, variables, source, target = initialise(TINY)
     padded = model.apply(variables, source, target)

@@ -21,7 +21,7 @@ SIZES = {
 }
 # Trained by other programs (Marian, fairseq) than the published models, whose initial values are
 # replaced by those of a checkpoint; double_projection composes two matrices into one.
-OTHERS = ("double_projection", "marian", "mbart", "m2m100", "pegasus", "fsmt")
+OTHERS = ("double_projection", "marian", "mbart", "m2m100", "pegasus", "fsmt", "t5gemma")
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Vocabularies of the Hugging Face Hub that are one `tokenizer.json`: NLLB, mBART-50, T5, BART.
+"""Vocabularies of the Hugging Face Hub that are one `tokenizer.json`: NLLB, T5, BART, Gemma.
 
 The library `tokenizers` reads the file, as it does for transformers, so that any text has the same
 tokens. Sentences of multilingual vocabularies begin with the token of their language, by default
@@ -47,7 +47,9 @@ _FIRST = {**_SOURCE_LANGUAGES, **_BYTE_LEVEL, "T5Tokenizer": None, "PegasusToken
 """What sentences begin with, by the class of the tokenizer. transformers ends them with `</s>`, and
 ignores the post-processor of `tokenizer.json`, which all other classes follow."""
 _NO_CLASS = "None"
-_GENERAL = ("PreTrainedTokenizer", "TokenizersBackend")
+_WITHOUT_END = "GemmaTokenizer"
+"""The class whose sources have no end, and whose start token is that of decoding as well."""
+_GENERAL = ("PreTrainedTokenizer", "TokenizersBackend", _WITHOUT_END)
 """Classes of vocabularies of any kind."""
 LANGUAGE_LAST = ("MBartTokenizer", "PLBartTokenizer")
 """Classes whose sentences end with their language."""
@@ -109,8 +111,13 @@ class HubTokenizer(Tokenizer):
                 name: content(settings.get(name) or default) for name, default in _SPECIAL.items()
             }
         self.pad_id, self.eos_id, self.unk_id = (self._id(name, label) for name in named.values())
-        first = _FIRST[kind] if kind in _FIRST else self._first_of_template(label)
+        last = [] if kind == _WITHOUT_END else [named["eos_token"]]
+        first = _FIRST[kind] if kind in _FIRST else self._first_of_template(label, last)
         self.bos_id = self.pad_id if first is None else self.eos_id
+        self._has_end = kind != _WITHOUT_END
+        if not self._has_end:
+            self.bos_id = self._id(content(settings.get("bos_token") or "<bos>"), label)
+            first = first if side == "source" else None
         languages = self._languages(settings)
         if kind in _SOURCE_LANGUAGES or first in languages:
             self.language_ids = frozenset(languages.values())
@@ -134,20 +141,26 @@ class HubTokenizer(Tokenizer):
         digest.update(f"{named} {self.first_id} {self._cleans_up}".encode())
         self.fingerprint = digest.hexdigest()
 
-    def _first_of_template(self, label: Path) -> str | None:
-        """Returns the token that the post-processor puts before a sentence, if any."""
+    def with_source_end(self, tokens: Sequence[int]) -> list[int]:
+        return super().with_source_end(tokens) if self._has_end or not tokens else list(tokens)
+
+    def _first_of_template(self, label: Path, expected: list[str]) -> str | None:
+        """Returns the token that the post-processor puts before a sentence, if any.
+
+        UserError unless it puts those that are `expected` after it.
+        """
         encoding = self._tokenizer.encode("a")
         added = list(zip(encoding.tokens, encoding.special_tokens_mask, strict=True))
         first, last = (
             [token for token, _ in itertools.takewhile(lambda each: each[1], order)]
             for order in (added, reversed(added))
         )
-        end = self._tokenizer.id_to_token(self.eos_id)
-        if last != [end] or len(first) > 1:
+        if last != expected or len(first) > 1:
             names = [" ".join(tokens) or "nothing" for tokens in (first, reversed(last))]
             raise UserError(
                 f"{label}: its post-processor puts {names[0]} before sentences and {names[1]} "
-                f"after them: only one token before and {end} after them are supported"
+                f"after them: only one token before and {' '.join(expected) or 'nothing'} after "
+                "them are supported"
             )
         return first[0] if first else None
 

@@ -10,6 +10,7 @@ from flaxformer_mt.interop.families import (
     mbart,
     opennmt,
     t5,
+    t5gemma,
     torch,
     tunz,
 )
@@ -34,6 +35,7 @@ FAMILIES: dict[str, Family] = {
         fsmt.FAMILY,
         t5.FAMILY,
         t5.UMT5,
+        t5gemma.FAMILY,
     )
 }
 """The weight maps of all families, by name."""

@@ -219,6 +219,7 @@ def options(config: TransformerConfig) -> dict[str, Any]:
 
 def _preset(**overrides: Any) -> TransformerConfig:
     check_choice(NAME, overrides, "activation", ("silu", "relu"))
+    check_choice(NAME, overrides, "norm_position", ("post", "pre"))
     values: dict[str, Any] = {
         "norm_epsilon": 1e-6,
         "activation": "silu",

@@ -198,6 +198,9 @@ def from_decode(
         kept = {name: value for name, value in kept.items() if name not in replaced}
     if is_one_of(model.eos_id, kept.get("eos_token_id")):
         del ids["eos_token_id"]
+    # `generate` starts from it where no start token is set.
+    if kept.get("decoder_start_token_id", kept.get("bos_token_id")) == model.bos_id:
+        del ids["decoder_start_token_id"]
     return ids | dict(kept) | ids | changed, _losses(decode)
 
 

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from flaxformer_mt.config import TransformerConfig
-from flaxformer_mt.interop.families import fsmt, marian, mbart, t5
+from flaxformer_mt.interop.families import fsmt, marian, mbart, t5, t5gemma
 from flaxformer_mt.interop.weight_maps.family import Family
+from flaxformer_mt.interop.weight_maps.rules import STACKS
 
 Settings = Mapping[str, Any]
 
@@ -48,6 +49,10 @@ class HubFamily:
     """Fields of a `config.json` that no folder gave, for converters other than transformers."""
     kind_of: Callable[[TransformerConfig], str] | None = None
     """Returns the `model_type` of a configuration, one of several."""
+    flat: Callable[[Settings], dict[str, Any]] = dict
+    """Returns `config.json` without objects inside, with the names that the fields have here."""
+    nested: Callable[[Settings], dict[str, Any]] = dict
+    """The inverse of `flat`."""
 
     def model_type(self, model: TransformerConfig) -> str:
         """Returns the `model_type` of a configuration."""
@@ -110,6 +115,42 @@ def _t5(model: TransformerConfig, kept: Settings) -> dict[str, Any]:
     return values
 
 
+def _t5gemma(model: TransformerConfig, kept: Settings) -> dict[str, Any]:
+    values: dict[str, Any] = {"tie_word_embeddings": model.shares_target_and_output}
+    for stack in STACKS:
+        activation = kept.get(f"{stack}.hidden_activation")
+        if t5gemma.ACTIVATIONS.get(str(activation)) != model.activation:
+            names = {ours: theirs for theirs, ours in reversed(t5gemma.ACTIVATIONS.items())}
+            activation = names[model.activation]
+        bases = (name for name in t5gemma.BASES if f"{stack}.{name}" in kept)
+        layers, window = getattr(model, f"num_{stack}_layers"), model.attention_window
+        own = {
+            "hidden_activation": activation,
+            "query_pre_attn_scalar": model.key_width,
+            next(bases, t5gemma.BASES[0]): model.position_base,
+            "layer_types": t5gemma.layer_types(layers, window),
+            "sliding_window": window or kept.get(f"{stack}.sliding_window", 4096),
+        }
+        values |= {f"{stack}.{name}": value for name, value in own.items()}
+    return values
+
+
+_T5GEMMA_SIZES = {
+    "encoder.vocab_size": "source_vocab_size",
+    "decoder.vocab_size": "target_vocab_size",
+    "encoder.num_hidden_layers": "num_encoder_layers",
+    "decoder.num_hidden_layers": "num_decoder_layers",
+    **{
+        f"{stack}.{theirs}": ours
+        for stack in STACKS
+        for theirs, ours in {
+            "hidden_size": "d_model",
+            "intermediate_size": "d_ff",
+            "head_dim": "key_width",
+            "num_key_value_heads": "kv_heads",
+        }.items()
+    },
+}
 _FAIRSEQ_SIZES = {
     "vocab_size": "source_vocab_size",
     "encoder_layers": "num_encoder_layers",
@@ -236,6 +277,17 @@ HUB_FAMILIES = {
             family=t5.UMT5,
             architectures={"umt5": "UMT5ForConditionalGeneration"},
             defaults={**_T5_DEFAULTS, "feed_forward_proj": "gated-gelu"},
+        ),
+        HubFamily(
+            family=t5gemma.FAMILY,
+            architectures={"t5gemma": "T5GemmaForConditionalGeneration"},
+            fields=t5gemma.FIELDS_OF_SETTINGS,
+            sizes=_T5GEMMA_SIZES,
+            others=_t5gemma,
+            defaults={**_COMMON_DEFAULTS, "pad_token_id": 0, "eos_token_id": 1},
+            new=lambda model: {"dtype": model.param_dtype},
+            flat=t5gemma.flat,
+            nested=t5gemma.nested,
         ),
     )
 }

@@ -1,4 +1,4 @@
-"""Reads and writes Hugging Face folders of Marian (OPUS-MT), mBART, M2M-100 and T5 models.
+"""Reads and writes Hugging Face folders of Marian (OPUS-MT), mBART, T5 and others' models.
 
 `families/` maps the weights, `hub_families.py` the settings of the model, `generation_config.py`
 the search options. A run converted from such a folder keeps what only Hugging Face needs in
@@ -51,6 +51,8 @@ from flaxformer_mt.run_layout import ORIGIN
 CONFIG, GENERATION = "config.json", "generation_config.json"
 _CARRIED_FILE = "carried.safetensors"
 _START = "decoder_start_token_id"
+# Where it is not set, decoders with settings of their own start from this.
+_DECODER_START = "decoder.bos_token_id"
 _NARROW = ("float16", "bfloat16")
 
 # All but one of tied tensors are omitted; this is the one.
@@ -81,8 +83,9 @@ def read(
     given = folder
     folder, changes = adapters.chain(given, base, folders.has_weights)
     folders.require_readable(folder)
-    settings = generation_config.with_single_tokens(read_json(folder / CONFIG, dict[str, Any]))
     hub = HUB_FAMILIES[family]
+    settings = hub.flat(read_json(folder / CONFIG, dict[str, Any]))
+    settings = generation_config.with_single_tokens(settings)
     architecture = str(settings.get("model_type"))
     if architecture not in hub.architectures:
         raise UserError(
@@ -126,7 +129,8 @@ def read(
             _check_special_tokens(name, values, model)
         decode, notes = generation_config.to_decode(search, model, tokenizers.target)
         notes += class_notes
-    if known.get(_START) is None and "bos_id" not in overrides:
+    is_told = any(known.get(name) is not None for name in (_START, _DECODER_START))
+    if not is_told and "bos_id" not in overrides:
         notes.append(
             f"no {_START} is set: translations start from token {model.bos_id}, those of "
             f"`generate` from bos_token_id; set {_START}, or give --set bos_id=..."
@@ -193,8 +197,8 @@ def write(
         for name, content in tokenizer.items():
             (partial / name).write_bytes(content)
         written = _narrowed(tensors, dtype)
-        settings = _settings(hub, model, stored, old) | _dtype(stored, written)
-        _write_json(partial / CONFIG, settings, kept)
+        settings = _settings(hub, model, hub.flat(stored), old) | _dtype(stored, written)
+        _write_json(partial / CONFIG, hub.nested(settings), kept)
         _write_json(partial / GENERATION, search, kept)
         checkpoint_files.write(partial / "model.safetensors", written)
     return (*notes, *losses, *_allowed_padding(search, bundle.config, bundle.tokenizers))
@@ -408,7 +412,7 @@ def _settings(
     if not kept:
         return values | hub.new(model)
     implied = {**hub.defaults, "decoder_vocab_size": kept.get("vocab_size")}
-    implied |= {"num_decoder_layers": kept.get("num_layers")}
+    implied |= {"num_decoder_layers": kept.get("num_layers"), _START: kept.get(_DECODER_START)}
     implied |= generation_config.with_single_tokens(kept)
     changed = {name: v for name, v in values.items() if name not in implied or implied[name] != v}
     if generation_config.is_one_of(model.eos_id, kept.get("eos_token_id")):

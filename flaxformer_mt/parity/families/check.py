@@ -54,6 +54,8 @@ _TOY_HEADS = {
     "annotated_wide_heads": {"head_dim": 5, "value_dim": 5},
     "t5": _T5_HEADS,
     "umt5": _T5_HEADS,
+    # The toy sentences are longer than the window.
+    "t5gemma": {"head_dim": 6, "num_kv_heads": 2, "attention_window": 4},
 }
 _DTYPES = ("dtype", "param_dtype")
 _SOURCE_LENGTH, _TARGET_LENGTH = 11, 9

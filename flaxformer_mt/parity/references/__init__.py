@@ -1,8 +1,8 @@
 """References: the published Transformers in PyTorch, which our model must equal.
 
 They are written from the equations, except for `torch` (PyTorch's own module) and those of Hugging
-Face: `marian`, `mbart`, `m2m100`, `pegasus`, `fsmt`, `t5` and `umt5`. Parameters, buffers and
-modules have the published names: a state dict of the published code loads with `strict=True`.
+Face: `marian`, `mbart`, `m2m100`, `pegasus`, `fsmt`, `t5`, `umt5` and `t5gemma`. Parameters,
+buffers and modules have the published names: a published state dict loads with `strict=True`.
 Constants of a publication (epsilons, layouts, masks, fixed dropout rates) are literals here instead
 of configuration fields, because they are what the comparison verifies.
 

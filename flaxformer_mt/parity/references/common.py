@@ -198,7 +198,7 @@ def _layer_taps(
     input of the norm.
     """
     site, layer = f"{stack}/layers/{{layer}}", getattr(layers, stack).removesuffix(".")
-    names, is_pre = layers.names(stack), config.norm_position == "pre"
+    names, is_pre = layers.names(stack), config.norm_position != "post"
     found = {site: Tap(layer)}
     for attention in sublayers[:-1]:
         module = names[attention]
@@ -214,6 +214,9 @@ def _layer_taps(
     for call, sublayer in enumerate(sublayers):
         norm = names[f"{sublayer}_norm"]
         found[f"{site}/{sublayer}_norm"] = Tap(norm)
+        if config.norm_position == "both":
+            output_norm = f"{sublayer}_output_norm"
+            found[f"{site}/{output_norm}"] = Tap(names[output_norm])
         added = Tap(layer, op="add", call=call)
         found[f"{site}/{sublayer}_sum"] = added if is_pre else Tap(norm, "input")
     return found

@@ -67,7 +67,7 @@ def _layer_sites(stack: str, layer: int, config: TransformerConfig) -> list[Site
     attentions = ["self_attention"]
     if stack == "decoder" and config.has_inputs:
         attentions.append("cross_attention")
-    is_pre, found = config.norm_position == "pre", []
+    is_pre, found = config.norm_position != "post", []
     for sublayer, following in itertools.pairwise([*attentions, "feed_forward", None]):
         parts = _FEED_FORWARD if sublayer == "feed_forward" else _ATTENTION
         inside = [
@@ -79,6 +79,9 @@ def _layer_sites(stack: str, layer: int, config: TransformerConfig) -> list[Site
         path = f"{ours}/{reader}_norm/input" if reader else f"{ours}/__call__"
         residual = Site(f"{name}/{sublayer}_sum", path, 0, layer)
         norm = Site(f"{name}/{sublayer}_norm", f"{ours}/{sublayer}_norm/__call__", 0, layer)
+        if config.norm_position == "both":
+            path = f"{ours}/{sublayer}_output_norm/__call__"
+            inside.append(Site(f"{name}/{sublayer}_output_norm", path, 0, layer))
         found += [norm, *inside, residual] if is_pre else [*inside, residual, norm]
     return [*found, Site(name, f"{ours}/__call__", 0, layer)]
 
