@@ -130,7 +130,7 @@ def test_a_file_has_no_splits(tmp_path):
 
 def test_one_file_needs_development_pairs(tmp_path):
     (tmp_path / "own.tsv").write_text("a\tb\n")
-    with pytest.raises(UserError, match=r"own\.tsv has only training pairs: .*--data\.hold-out"):
+    with pytest.raises(UserError, match=r"own\.tsv has only training pairs: .*data\.hold_out"):
         open_corpora(DataConfig(path=str(tmp_path / "own.tsv")), "valid")
 
 

@@ -21,6 +21,7 @@ REASONS = {
     "needs several machines",
     "needs a download",
     "takes hours",
+    "takes half an hour",
     "takes minutes, and needs jax[cuda13]",
     "does not end",
     "needs a table with four columns",

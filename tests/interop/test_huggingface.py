@@ -448,7 +448,7 @@ DAMAGES = {
     "no weights": (without("model.safetensors"), "has no model.safetensors and no pytorch_model"),
     "damaged weights": (truncated("model.safetensors"), "model.safetensors: not a safetensors"),
     "no settings": (without("config.json"), "config.json: there is no such file"),
-    "no vocabulary": (without("vocab.json"), "source.model is missing"),
+    "no vocabulary": (without("vocab.json"), "has no vocabulary file"),
     "a long vocabulary": (edit("vocab.json", more=999), "ids up to 999, but there are embeddings"),
     "another vocabulary": (swapped("<pad>", 7), "pad_id is 7 in the vocabulary"),
     "two widths": (edit("config.json", decoder_attention_heads=4), "2 heads and the decoder 4"),

@@ -206,12 +206,13 @@ def test_what_cannot_be_used_is_refused_in_one_line(command, checkpoint, tmp_pat
     assert plain.read_text() == "# Parity\n"
 
 
-@pytest.mark.parametrize("arguments", [["--famly", "tunz"], ["--family", "tun"]])
-def test_unknown_options_and_families_have_a_code_of_their_own(arguments, capsys):
+def test_unknown_options_and_families_have_a_code_of_their_own(capsys):
     with pytest.raises(SystemExit) as exit_info:
-        main(["parity", *arguments])
+        main(["parity", "--famly", "tunz"])
     assert exit_info.value.code == 2
     assert "--family" in capsys.readouterr().err
+    assert main(["parity", "--family", "tun"]) == 2
+    assert "tun" in capsys.readouterr().err
 
 
 def test_help_names_every_family_and_waits_for_nothing():

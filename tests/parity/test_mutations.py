@@ -145,7 +145,17 @@ def with_an_empty_source(tokens: parity.Tokens) -> parity.Tokens:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("fill", "says"), [(-1e9, "the mean of all values"), (-math.inf, "NaN")])
+@pytest.mark.parametrize(
+    ("fill", "says"),
+    [
+        (-1e9, "the mean of all values"),
+        pytest.param(
+            -math.inf,
+            "NaN",
+            marks=pytest.mark.xfail(reason="it is taken for an inverted mask", strict=True),
+        ),
+    ],
+)
 def test_a_source_of_padding_alone(fill, says):
     """No query of that sentence may attend to any key."""
 
@@ -153,7 +163,7 @@ def test_a_source_of_padding_alone(fill, says):
         return scores.masked_fill(~mask, fill)
 
     batch = with_an_empty_source(example("annotated"))
-    count = int((batch.target_output[2] != 0).sum())
+    count = batch.target_output.shape[1]
     attentions = [f"decoder.layers.{layer}.src_attn" for layer in range(2)]
     change = all_of(*(with_forward(part, attention(hide=fill_masked)) for part in attentions))
     report = compared("annotated", change, batch=batch)

@@ -164,9 +164,9 @@ def test_a_checkpoint_that_is_removed_while_it_is_read(run, monkeypatch, without
 
 
 def test_an_average_is_of_the_checkpoints_that_it_names(run, monkeypatch, tmp_path):
-    chosen = then_remove(monkeypatch, averaging, "_choose", lambda: remove(run, 2))
+    found = then_remove(monkeypatch, averaging, "whole_checkpoints", lambda: remove(run, 2))
     steps = average_run(run, tmp_path / "average", 2, "last", pytest.fail)
-    assert chosen == [[2, 3], [1, 3]]
+    assert [sorted(scores) for scores in found] == [[1, 2, 3], [1, 3]]
     assert steps == [1, 3]
     chex.assert_trees_all_close(
         restore_params(tmp_path / "average")[1],

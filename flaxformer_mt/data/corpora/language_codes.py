@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 import langcodes
+from langcodes.tag_parser import LanguageTagError
 
 _COMMON_NAMES = {
     **{"chn": "zh", "chs": "zh-Hans", "cht": "zh-Hant", "cn": "zh", "cz": "cs", "dk": "da"},
@@ -80,7 +81,7 @@ def parsed(code: str) -> Code:
     try:
         tag = langcodes.standardize_tag(tag, macro=True)
         values = langcodes.Language.get(tag)
-    except langcodes.LanguageTagError:
+    except LanguageTagError:
         return Code(tag)
     language = _COMMON_NAMES.get(values.language or "", values.language or "")
     variants = [*(values.extlangs or ()), *(values.variants or ()), *(values.extensions or ())]

@@ -43,8 +43,8 @@ class ByT5Tokenizer(MarianTokenizer):
         settings = read_object(files, TOKENIZER_CONFIG, folder)
         if settings.get("tokenizer_class") != type(self).__name__:
             raise UserError(
-                f"{Path(folder)} has no vocabulary, and {TOKENIZER_CONFIG} has "
-                f"tokenizer_class={settings.get('tokenizer_class')}, not {type(self).__name__}"
+                f"{Path(folder)} has no vocabulary file: only {type(self).__name__} needs none, "
+                f"and {TOKENIZER_CONFIG} has tokenizer_class={settings.get('tokenizer_class')}"
             )
         settings = _with_defaults(settings)
         names = [token["content"] for token in map(_token, map(settings.get, _SPECIAL))]
