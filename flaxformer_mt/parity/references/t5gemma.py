@@ -45,7 +45,7 @@ def _wide_attention(module, query, key, value, mask, dropout, scaling, softcap, 
     scores = query @ key.transpose(2, 3) * scaling
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    weights = nn.functional.softmax(scores + mask, dim=-1)
+    weights = nn.functional.softmax(scores + (0 if mask is None else mask), dim=-1)
     kept = nn.functional.dropout(weights, dropout, module.training)
     return (kept @ value).transpose(1, 2), weights
 
