@@ -370,3 +370,48 @@ def test_formats_that_cannot_have_the_vocabulary_refuse_it(kind, target, saved, 
 def test_a_folder_of_another_family_is_refused(saved):
     with pytest.raises(UserError, match=r"is of model_type=t5, not m2m_100"):
         huggingface.read(saved("t5")[0], family="m2m100")
+
+
+def _with_settings(folder, changed, **changes):
+    """Copies a folder of T5Gemma with other settings: {"decoder.head_dim": 8}."""
+    shutil.copytree(folder, changed)
+    settings = json.loads((changed / "config.json").read_text())
+    for name, value in changes.items():
+        stack, field = name.split(".")
+        settings[stack][field] = value
+    (changed / "config.json").write_text(json.dumps(settings))
+    return changed
+
+
+FULL = {f"{stack}.layer_types": ["full_attention"] * 2 for stack in ("encoder", "decoder")}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"decoder.hidden_size": 32}, "hidden_size of 16 in its encoder and 32 in its decoder"),
+        ({"decoder.sliding_window": 5}, "sliding_window of 4 in its encoder and 5"),
+        ({"decoder.query_pre_attn_scalar": 8, "encoder.query_pre_attn_scalar": 8}, "only 6"),
+        ({"encoder.layer_types": ["full_attention", "sliding_attention"]}, "encoder.layer_types"),
+        ({"decoder.layer_types": FULL["decoder.layer_types"]}, "layer_types and sliding_window"),
+    ],
+)
+def test_settings_of_t5gemma_that_the_model_cannot_have(changes, message, saved, tmp_path):
+    folder = _with_settings(saved("t5gemma")[0], tmp_path / "changed", **changes)
+    with pytest.raises(UserError, match=message):
+        huggingface.read(folder, family="t5gemma")
+
+
+def test_settings_of_t5gemma_are_kept(saved, tmp_path):
+    """No caps, no windows, and the base as earlier versions of transformers write it."""
+    values = {"attn_logit_softcapping": None, "rope_parameters": None, "rope_theta": 500.0}
+    changes = {f"{stack}.{n}": v for stack in ("encoder", "decoder") for n, v in values.items()}
+    folder = _with_settings(saved("t5gemma")[0], tmp_path / "changed", **changes, **FULL)
+    bundle = read("t5gemma", folder)
+    model = bundle.config.model
+    found = (model.score_cap, model.logit_cap, model.attention_window, model.position_base)
+    assert found == (0.0, 30.0, 0, 500.0)
+    assert exports(model)["ctranslate2"] == "norm_position=both"
+    huggingface.write(bundle, tmp_path / "again", family="t5gemma")
+    name = "config.json"
+    assert (tmp_path / "again" / name).read_bytes() == (folder / name).read_bytes()
