@@ -2,6 +2,7 @@
 
 Counted are the products of matrices, forward and backward, for the tokens of sentences. Padding,
 masked positions and what a program computes twice are not counted.
+Keys outside a window (`model.attention_window`) are counted, because they are computed.
 """
 
 from typing import Any, NamedTuple

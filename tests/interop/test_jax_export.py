@@ -163,6 +163,7 @@ def test_the_server_encodes_tags_and_unknown_words_as_the_run(tmp_path, kind):
         {"decoder_kind": "ssru"},
         {"position_kind": "rotary"},
         {"position_kind": "t5_relative"},
+        {"attention_window": 4},
     ],
 )
 def test_other_models_can_be_exported(options):
