@@ -150,6 +150,7 @@ NOT_FUSED = {
     "dtype",
     "param_dtype",
     "has_inputs",
+    "has_targets",
     "attention_kind",
     "score_cap",
     "attention_window",

@@ -18,7 +18,6 @@ from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
 from flaxformer_mt.interop.families import marian
 from flaxformer_mt.interop.families.fairseq import PAD_ID
 from flaxformer_mt.interop.families.marian import LAYERS, SOURCE, TABLES, TARGET
-from flaxformer_mt.interop.families.mbart import IGNORED
 from flaxformer_mt.interop.weight_maps import family
 from flaxformer_mt.interop.weight_maps.rules import TensorRule, embeddings
 from flaxformer_mt.model.positions import sinusoidal_table
@@ -77,6 +76,6 @@ FAMILY = family.Family(
     open_switches=frozenset({"tie_embeddings", "activation", "scale_embeddings", "pad_id"}),
     order=(*marian.ORDER, "output_projection"),
     omitted=_omitted,
-    ignored=IGNORED,
+    ignored=marian.IGNORED,
     base=marian.BASE,
 )

@@ -29,6 +29,8 @@ TABLES = ("model.encoder.embed_positions.weight", "model.decoder.embed_positions
 BASE = "model."
 IGNORED = {
     "position_ids": "are the numbers 0, 1, 2, ...",
+    "version": "numbers the format of fairseq's modules",
+    "_float_tensor": "tells fairseq's sinusoids their dtype",
     "n_averaged": "counts what torch.optim.swa_utils.AveragedModel has averaged",
 }
 LAYERS = fairseq.layers(BASE)
@@ -58,6 +60,16 @@ ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
 }
+
+
+def sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
+    """Returns the fields that follow from shapes. With tables of two sizes, none is shared."""
+    tensors = checkpoint.tensors
+    own = [tensors[name].shape for name in (SOURCE, TARGET) if name in tensors]
+    shared = [] if len({*own}) == 2 else [SHARED]
+    return LAYERS.sizes_of_model([SOURCE, *shared], [TARGET, *shared, OUTPUT])(
+        checkpoint, num_heads
+    )
 
 
 def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
@@ -113,8 +125,7 @@ def unread(config: TransformerConfig) -> list[family.Buffer]:
 def _buffers(config: TransformerConfig) -> list[family.Buffer]:
     table = family.sinusoids(config)
     return [
-        *(family.Buffer(name, table, rows=config.max_length, is_parameter=True) for name in TABLES),
-        *unread(config),
+        family.Buffer(name, table, rows=config.max_length, is_parameter=True) for name in TABLES
     ]
 
 
@@ -126,7 +137,7 @@ def omitted_tables(config: TransformerConfig) -> frozenset[str]:
 
 FAMILY = family.Family(
     name="marian",
-    sizes=LAYERS.sizes_of_model([SOURCE, SHARED], [TARGET, SHARED, OUTPUT]),
+    sizes=sizes,
     also_reads="config.json and vocabularies",
     guess=_guess,
     rules=_rules,
@@ -138,4 +149,7 @@ FAMILY = family.Family(
     ignored=IGNORED,
     base=BASE,
 )
-PEGASUS = dataclasses.replace(FAMILY, name="pegasus")
+# A Marian model whose stacks have their own tables has no shared one.
+PEGASUS = dataclasses.replace(
+    FAMILY, name="pegasus", buffers=lambda config: [*_buffers(config), *unread(config)]
+)

@@ -15,16 +15,11 @@ from typing import Any
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint
 from flaxformer_mt.interop.families import marian
-from flaxformer_mt.interop.families.marian import BIAS, LAYERS, OUTPUT, SHARED, SOURCE, TARGET
+from flaxformer_mt.interop.families.marian import BIAS, LAYERS
 from flaxformer_mt.interop.weight_maps.family import Family
 from flaxformer_mt.interop.weight_maps.rules import TensorRule, row, same
 
 _POSITIONS = "embed_positions.weight"
-IGNORED = {
-    **marian.IGNORED,
-    "version": "numbers the format of fairseq's modules",
-    "_float_tensor": "tells fairseq's sinusoids their dtype",
-}
 _UNUSED_POSITIONS = 2
 """Rows at the beginning of the position tables that nothing reads."""
 
@@ -54,7 +49,7 @@ def _rules(config: TransformerConfig, layout: str) -> list[TensorRule]:
 
 FAMILY = Family(
     name="mbart",
-    sizes=LAYERS.sizes_of_model([SOURCE, SHARED], [TARGET, SHARED, OUTPUT]),
+    sizes=marian.sizes,
     also_reads="config.json and vocabularies",
     guess=_guess,
     rules=_rules,
@@ -63,7 +58,7 @@ FAMILY = Family(
     order=marian.ORDER,
     omitted=marian.omitted_tables,
     constants=frozenset({BIAS}),
-    ignored=IGNORED,
+    ignored=marian.IGNORED,
     base=marian.BASE,
 )
 M2M100 = dataclasses.replace(
@@ -72,5 +67,5 @@ M2M100 = dataclasses.replace(
     guess=_fields,
     open_switches=frozenset({"activation", "scale_embeddings", "pad_id", "tie_embeddings"}),
     constants=frozenset(),
-    ignored={**IGNORED, "weights": "are the sinusoids, which are computed"},
+    ignored={**marian.IGNORED, "weights": "are the sinusoids, which are computed"},
 )
