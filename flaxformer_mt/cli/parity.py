@@ -57,8 +57,8 @@ def parity(
 
     Args:
       family: The published model: jadore801120, double_projection, annotated_wide_heads, annotated,
-        tunz, torch, marian, fairseq, opennmt, mbart, m2m100, pegasus, fsmt, t5, umt5, or one that
-        you registered; or all, for a summary of the built-in ones.
+        tunz, torch, marian, fairseq, opennmt, mbart, m2m100, pegasus, fsmt, t5, umt5, t5gemma, or
+        one that you registered; or all, for a summary of the built-in ones.
       verify: A folder or file that `convert` wrote, instead of a family. Its files are compared
         with their hashes in its certificate, `parity.json`, and what it computes with what the
         model computed that it was written from.

@@ -73,20 +73,22 @@ def sizes(checkpoint: PublishedCheckpoint, num_heads: int) -> dict[str, Any]:
 
 
 def _guess(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
-    fields: dict[str, Any] = tying(checkpoint)
+    fields: dict[str, Any] = tying(checkpoint, shared_is_read=True)
     if TABLES[0] in checkpoint.tensors:
         fields["max_length"] = checkpoint.size((TABLES[0], 0))
     return fields | fields_of_config(checkpoint.settings)
 
 
-def tying(checkpoint: PublishedCheckpoint) -> dict[str, str]:
+def tying(checkpoint: PublishedCheckpoint, shared_is_read: bool = False) -> dict[str, str]:
     """Returns `tie_embeddings` of a checkpoint, in which the shared table stands for missing ones.
 
-    Where both stacks have a table of their own, nothing reads the shared one.
+    Where both stacks have a table of their own, nothing reads the shared one; with
+    `shared_is_read`, a model that has one reads it in both stacks.
     """
     tensors = checkpoint.tensors
     source, target = (name if name in tensors else SHARED for name in (SOURCE, TARGET))
-    ties_source = source == target or checkpoint.same(source, target)
+    is_shared = source == target or (shared_is_read and SHARED in tensors)
+    ties_source = is_shared or checkpoint.same(source, target)
     ties_output = OUTPUT not in tensors or checkpoint.same(OUTPUT, target)
     return {"tie_embeddings": family.TYINGS[ties_source, ties_output]}
 
@@ -137,7 +139,7 @@ def omitted_tables(config: TransformerConfig) -> frozenset[str]:
 
 FAMILY = family.Family(
     name="marian",
-    sizes=sizes,
+    sizes=LAYERS.sizes_of_model([SOURCE, SHARED], [TARGET, SHARED, OUTPUT]),
     also_reads="config.json and vocabularies",
     guess=_guess,
     rules=_rules,
@@ -151,5 +153,9 @@ FAMILY = family.Family(
 )
 # A Marian model whose stacks have their own tables has no shared one.
 PEGASUS = dataclasses.replace(
-    FAMILY, name="pegasus", buffers=lambda config: [*_buffers(config), *unread(config)]
+    FAMILY,
+    name="pegasus",
+    sizes=sizes,
+    guess=lambda checkpoint: _guess(checkpoint) | tying(checkpoint),
+    buffers=lambda config: [*_buffers(config), *unread(config)],
 )
