@@ -15,6 +15,8 @@ import stat
 import sys
 import typing
 import zlib
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
@@ -45,6 +47,14 @@ _KINDS = {
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 _GZIP_MAGIC = b"\x1f\x8b"
 _POINTER = b"version https://git-lfs."
+
+
+def first_present(folder: Path, names: Sequence[str]) -> Path:
+    """Returns the first of some files that a folder has; `UserError` if it has none of them."""
+    for name in names:
+        if (folder / name).exists():
+            return folder / name
+    raise UserError(f"{folder} has no {' and no '.join(names)}")
 
 
 def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:

@@ -1,4 +1,4 @@
-"""Translations that are probably none. A score hides them if there are few."""
+"""Translations that look wrong. The score of a corpus hides a few of them."""
 
 import collections
 import re
@@ -16,10 +16,11 @@ _TAIL = 80  # Characters in which a run is looked for.
 
 
 class Doubts:
-    """Counts translations by the reason for which they are probably none.
+    """Counts translations that look wrong, by reason.
 
     Attributes:
-      counts: how many are "empty", "repetitive", "copied" and "too_long"; without those of none.
+      counts: the number of translations for each of "empty", "repetitive", "copied" and "too_long"
+        that there are.
     """
 
     def __init__(self) -> None:

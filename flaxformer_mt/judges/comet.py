@@ -19,13 +19,14 @@ from typing import Any, Literal, TypedDict
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import linen as nn
 from jax import Array
 from jaxtyping import Float, Int
 
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.data.tokenizers.tokenizer import Tokenizer, Tokenizers
 from flaxformer_mt.errors import UserError, prefixed
-from flaxformer_mt.input_files import checked, read_bytes, read_json
+from flaxformer_mt.input_files import checked, first_present, read_bytes, read_json
 from flaxformer_mt.interop import checkpoint_files
 from flaxformer_mt.interop.checkpoint_files import PublishedCheckpoint, Tensors
 from flaxformer_mt.interop.families import xlm_roberta
@@ -75,12 +76,16 @@ def layer_vectors(
     config: TransformerConfig, params: Any, rows: Int[Array, "B S"]
 ) -> Float[Array, "L+1 B S D"]:
     """Computes the embeddings, after their norm, and the outputs of all layers."""
-    keep = lambda module, _: isinstance(module, EncoderLayer) or module.name == "embedding_norm"  # noqa: E731
+
+    def is_kept(module: nn.Module, method: str) -> bool:
+        is_layer = isinstance(module, EncoderLayer) or module.name == "embedding_norm"
+        return is_layer and method == "__call__"
+
     _, state = Transformer(config).apply(
         {"params": params},
         rows,
         method="encode",
-        capture_intermediates=lambda module, name: name == "__call__" and keep(module, name),
+        capture_intermediates=is_kept,
         mutable=["intermediates"],
     )
     encoder = state["intermediates"]["encoder"]
@@ -204,7 +209,7 @@ def read(folder: Path, dtype: str) -> Judge:
         tokenizer=tokenizer,
         forms=_forms(settings, tokenizer),
         features=functools.partial(
-            _features,
+            sentence_vectors,
             settings=(layer, transformation, settings.get("layer_norm", True), pool),
         ),
         head=functools.partial(_of_rows if is_unified else _of_vectors, activations=activations),
@@ -213,12 +218,6 @@ def read(folder: Path, dtype: str) -> Judge:
         lower_is_better=False,
         digest=parameters_sha256(params),
     )
-
-
-def _features(
-    config: TransformerConfig, params: Any, rows: Array, *, settings: tuple[Any, ...]
-) -> Array:
-    return sentence_vectors(config, params, rows, settings)
 
 
 def _activation(label: Path, settings: Mapping[str, Any], name: str) -> str | None:
@@ -254,9 +253,7 @@ def _forms(settings: _Settings, tokenizer: Tokenizer) -> dict[bool, tuple[Templa
 
 
 def _tensors(folder: Path) -> Tensors:
-    path = next((folder / name for name in _WEIGHTS if (folder / name).exists()), None)
-    if path is None:
-        raise UserError(f"{folder} has no {' and no '.join(_WEIGHTS)}")
+    path = first_present(folder, _WEIGHTS)
     with prefixed(f"{path}: "):
         tensors = checkpoint_files.read(path, lambda name: bool(_IGNORED.fullmatch(str(name))))
     return tensors.tensors

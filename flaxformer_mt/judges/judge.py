@@ -89,14 +89,11 @@ class Judge:
         """The `identity` in one line, to be quoted beside a score."""
         return "|".join(f"{name}:{value}" for name, value in self.identity.items())
 
-    @property
-    def needs_reference(self) -> bool:
-        """Whether the metric cannot score without a reference."""
-        return False not in self.forms
-
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Returns the token ids of texts, without the tokens around them, cut where they are."""
-        return [ids[: self.longest_text] for ids in self.tokenizer.encode_parts(texts)]
+        """Returns the token ids of texts, cut to `longest_text`, without tokens around them."""
+        distinct = [*dict.fromkeys(texts)]
+        ids = dict(zip(distinct, self.tokenizer.encode_parts(distinct), strict=True))
+        return [ids[text][: self.longest_text] for text in texts]
 
     def __call__(
         self,
@@ -196,10 +193,14 @@ class Judge:
           UserError: there are no sources.
         """
         if sources is None:
-            raise UserError(f"the metric {self.name} reads the sources: give them (--source)")
+            raise UserError(f"the metric {self.name} reads the sources: give sources= (--source)")
         if True not in self.forms:
             return self.scores(sources, hypotheses)
-        return np.mean([self.scores(sources, hypotheses, each) for each in references], axis=0)
+        # One call computes each text once, however many references there are.
+        count = len(references)
+        every = [*itertools.chain.from_iterable(references)]
+        found = self.scores([*sources] * count, [*hypotheses] * count, every)
+        return np.mean(found.reshape(count, -1), axis=0)
 
     def _templates(self, has_reference: bool) -> tuple[Template, ...]:
         if has_reference not in self.forms:

@@ -1,7 +1,10 @@
 """Finds out which learned metric a folder holds, and reads it."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any, Literal
+
+import jax
 
 from flaxformer_mt.config.fields import check_value
 from flaxformer_mt.decoding.text_arguments import require_path
@@ -34,6 +37,12 @@ def metric(folder: str | Path, *, dtype: Precision = "float32") -> Judge:
     """
     path = local(require_path(folder, "folder"), as_it_is_now=True)
     check_value(dtype, Precision, None, "dtype")
+    judge = _read(path, dtype)
+    # Every batch would transfer arrays of the host again.
+    return dataclasses.replace(judge, params=jax.device_put(judge.params))
+
+
+def _read(path: Path, dtype: Precision) -> Judge:
     if (path / comet.SETTINGS).is_file():
         return comet.read(path, dtype)
     config = path / "config.json"

@@ -1,4 +1,4 @@
-"""Which bytes a file holds: its encoding, its line ends, and what is no text."""
+"""Recognizes by its bytes what a file holds: another format, an encoding, its line ends."""
 
 import codecs
 import unicodedata

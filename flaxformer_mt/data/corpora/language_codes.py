@@ -19,9 +19,9 @@ import langcodes
 from langcodes.tag_parser import LanguageTagError
 
 _COMMON_NAMES = {
-    **{"chn": "zh", "chs": "zh-Hans", "cht": "zh-Hant", "cn": "zh", "cz": "cs", "dk": "da"},
-    **{"gr": "el", "jp": "ja", "nb": "no", "ua": "uk", "zh-chs": "zh-Hans", "zh-cht": "zh-Hant"},
-}
+    "chn": "zh", "chs": "zh-Hans", "cht": "zh-Hant", "cn": "zh", "cz": "cs", "dk": "da",
+    "gr": "el", "jp": "ja", "nb": "no", "ua": "uk", "zh-chs": "zh-Hans", "zh-cht": "zh-Hant",
+}  # fmt: skip
 """Codes that are common, but not those of BCP 47; and one language that has two."""
 _MODIFIERS = {"latin": "Latn", "cyrillic": "Cyrl"}
 """The scripts that locales name: "sr_RS@latin"."""
@@ -69,7 +69,7 @@ class Code(NamedTuple):
 
 @functools.lru_cache(4096)
 def parsed(code: str) -> Code:
-    """Returns what a code says; if it is none ("bpe"), a language of this name."""
+    """Returns what a code says. Text that is no code becomes a language of this name."""
     found = _CODE.fullmatch(code.strip())
     if found is None:
         return Code(code.strip().casefold())
@@ -91,10 +91,11 @@ def parsed(code: str) -> Code:
 
 @functools.lru_cache(4096)
 def distance(wanted: Code, found: Code) -> tuple[int, int, int] | None:
-    """Returns how far a code is from one that is wanted, 0 if they are equal; None if it is not it.
+    """Returns how far a code is from the wanted one, or None if it does not fit.
 
-    The numbers are of the script, the region and the variant. A script that the code must be
-    guessed to have is at a distance of 1, another one of a language without a script, 2.
+    The numbers are distances of the script, the region and the variant; equal ones are 0. Scripts
+    that differ fit only if a code says neither script nor region: their distance is 1 if this is
+    the found code, and 2 if it is the wanted one.
     """
     if wanted.language != found.language:
         return None

@@ -49,7 +49,7 @@ class ByT5Tokenizer(MarianTokenizer):
         settings = _with_defaults(settings)
         names = [token["content"] for token in map(_token, map(settings.get, _SPECIAL))]
         ids = {name: number for number, name in enumerate([*names, *BYTES])}
-        model = byte_model(("<pad>", "<s>", "</s>"), "<unk>", (), "identity")
+        model = byte_model()
         made = {
             **dict.fromkeys(("source.spm", "target.spm"), model),
             VOCABULARY_FILE: json.dumps(ids).encode(),

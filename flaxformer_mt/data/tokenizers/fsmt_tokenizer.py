@@ -61,7 +61,7 @@ class FSMTTokenizer(MarianTokenizer):
         languages = settings.get("langs")
         if not isinstance(languages, list) or list(map(type, languages)) != [str, str]:
             raise UserError(f"{label} has langs={languages!r}, not two languages")
-        model = byte_model(("<pad>", "<s>", "</s>"), "<unk>", (), "identity")  # It is not used.
+        model = byte_model()  # It is not used.
         made = {
             **dict.fromkeys(("source.spm", "target.spm"), model),
             VOCABULARY_FILE: files["vocab-src.json"],

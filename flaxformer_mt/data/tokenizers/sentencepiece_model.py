@@ -44,20 +44,20 @@ BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
 """The pieces of bytes."""
 
 
-def byte_model(special: Sequence[str], unknown: str, whole: Sequence[str], rules: str) -> bytes:
+def byte_model(whole: Sequence[str] = (), rules: str = "identity") -> bytes:
     """Returns a model whose tokens are the bytes of the text, its spaces included.
 
+    Padding, start, end and the unknown token have the ids 0 to 3, and the bytes follow.
+
     Args:
-      special: the names of padding, start and end, which have the ids 0, 1, 2.
-      unknown: the name of the unknown token, which follows.
       whole: texts that are one token each, with the ids after the bytes.
       rules: the name of the rules of normalization.
     """
     proto: Any = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
     kinds = proto.SentencePiece
     for pieces, kind in (
-        (special, kinds.CONTROL),
-        ([unknown], kinds.UNKNOWN),
+        (["<pad>", "<s>", "</s>"], kinds.CONTROL),
+        (["<unk>"], kinds.UNKNOWN),
         (BYTES, kinds.BYTE),
         (whole, kinds.USER_DEFINED),
     ):

@@ -128,8 +128,7 @@ def train_sentencepiece(
     if config.tokenizer == "bytes":
         kept = dict.fromkeys([*_normalized(form, tags), *whole])
         rules = config.normalization if form else "identity"
-        special = ("<pad>", "<s>", "</s>")
-        return SentencePieceTokenizer(byte_model(special, "<unk>", [*kept], rules))
+        return SentencePieceTokenizer(byte_model([*kept], rules))
     if not any(text.strip() for text in texts):
         raise UserError("the corpus has no text to learn a vocabulary from")
     texts = _normalized(form, [text.replace(_LEFT_OUT, " ") for text in texts])

@@ -19,7 +19,7 @@ import numpy as np
 from flaxformer_mt import atomic
 from flaxformer_mt.config import TransformerConfig
 from flaxformer_mt.errors import UserError, prefixed
-from flaxformer_mt.input_files import read_json
+from flaxformer_mt.input_files import first_present, read_json
 from flaxformer_mt.interop import checkpoint_files
 from flaxformer_mt.interop.checkpoint_files import Tensors
 from flaxformer_mt.interop.weight_maps.family import Family
@@ -126,9 +126,7 @@ def merged(
     settings = _settings(folder)
     with prefixed(f"{folder / CONFIG}: "):
         _check_supported(settings)
-    path = next((folder / name for name in WEIGHTS if (folder / name).exists()), None)
-    if path is None:
-        raise UserError(f"{folder} has no {' and no '.join(WEIGHTS)}")
+    path = first_present(folder, WEIGHTS)
     found, _ = checkpoint_files.read_widened([path], lambda name: False, is_adapter=True)
     result = dict(tensors)
     with prefixed(f"{path}: "):
