@@ -53,7 +53,7 @@ class Judge:
     """
 
     name: str
-    """What the metric is called in reports."""
+    """The name of the metric in reports."""
     config: TransformerConfig
     """The encoder, or the encoder-decoder model."""
     params: Any

@@ -21,7 +21,7 @@ _PLACEHOLDERS = {
     *("null", "(null)", "<null>", "nul", "nil", "nan", "none", "na", "n/a", "#n/a", "undefined"),
     *("-", "--", "---", "\u2013", "\u2014", "?", "??", "\\n", "#value!", "#ref!", "#name?"),
 }
-"""What programs write where there is no text, with folded case."""
+"""Words that programs write where there is no text, with folded case."""
 _LONGEST_PLACEHOLDER = 12  # With spaces around it.
 _FEWEST_PLACEHOLDERS = 5  # Fewer may be text: "None" translates "Aucun".
 

@@ -41,7 +41,7 @@ _ROLES = (
 _FURTHER = {"text", "sentence", "sentences", "segment", "language", "lang", "column", "united"}
 """Words that may be beside one of a role or a language: "English sentence"."""
 _NESTED = "translation."
-"""What the names of columns begin with that are members of a column `translation`."""
+"""The beginning of the names of columns that are members of a column `translation`."""
 
 
 class Code(NamedTuple):

@@ -54,8 +54,8 @@ def words_of_tokens(texts: Sequence[str], tokenizer: Tokenizer) -> list[list[int
     """Returns the word of each token of `tokenizer.encode(texts)`, by its index from 0.
 
     Words are those of the text as it is given, see `spaced_words`. A first token that the
-    vocabulary adds is of none, -1. None for a text that is divided otherwise than its words are,
-    one by one: then tokens cannot be told to be of words.
+    vocabulary adds has -1. A text has None if it is divided otherwise than its words by themselves:
+    then no token belongs to one word.
     """
     words_of_texts = [*map(spaced_words, texts)]
     known = [*dict.fromkeys(itertools.chain(*words_of_texts))]

@@ -61,7 +61,7 @@ class _Settings(TypedDict, total=False):
 
 
 class _Changes(NamedTuple):
-    """What an adapter has for one tensor of the base."""
+    """The arrays of an adapter for one tensor of the base."""
 
     matrices: dict[str, np.ndarray]
     """By the names of PEFT: "lora_A.weight", "lora_embedding_B", "lora_magnitude_vector"."""

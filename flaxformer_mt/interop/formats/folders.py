@@ -1,4 +1,4 @@
-"""What a folder is: the family that reads it, or the program that wrote it and a way to read it."""
+"""Recognizes folders: the family that reads one, or the program that wrote it and what to do."""
 
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ _FOREIGN = {
     ("onnx/*.onnx",): _ONNX,
     ("*.gguf",): ("a model of llama.cpp", f"its weights may be rounded: {_ORIGINAL}"),
 }
-"""What folders are that cannot be read, and a way, by patterns of names that all have to match."""
+"""For folders that cannot be read, by patterns that all match: the program, and what to do."""
 
 
 def has_weights(folder: Path) -> bool:
